@@ -1,0 +1,21 @@
+"""The exception tree: `UserError` is the user's to mend (exit code 2), the rest is exit code 1."""
+
+
+class OffbeatError(Exception):
+    """Base of everything that Offbeat raises on purpose."""
+
+
+class UserError(OffbeatError):
+    """Bad input: one sentence that names the file, line or setting, and the mend. Exit code 2."""
+
+
+class RunFailed(OffbeatError):
+    """The run cannot go on: says what failed and the last good step. Exit code 1."""
+
+
+class RequestRefused(OffbeatError):
+    """An engine refuses one request (too long for its context); all others go on."""
+
+
+class DeadlinePassed(OffbeatError):
+    """A wait passed its deadline; the message says whom it waited for."""

@@ -1,0 +1,220 @@
+"""The nouns that travel between roles: frozen, slotted dataclasses of numpy arrays and plain values.
+
+Token arrays (`Payload`) go from engines to the trainer's ranks by reference and never through
+the rollouter's loop; what the rollouter handles is a `Completion` note with a `ref` to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+Messages = tuple[Mapping[str, str], ...]
+FinishReason = Literal["stop", "length", "aborted"]
+ManifestKind = Literal["full"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PolicyVersion:
+    """Identity of weights: the trainer's lineage (one per start of it) and the step that made them."""
+
+    lineage: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.lineage}.{self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of data at one place of the seeded order.
+
+    `ordinal` never repeats: epoch x rows + place. `question` is the text that templates of reward
+    models show (the row's `question` column, else the prompt's text or its last user message).
+    """
+
+    ordinal: int
+    token_ids: IntArray
+    text: str
+    question: str
+    messages: Messages | None = None
+    reference: str | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. Only settings that keep the distribution's support are possible.
+
+    `temperature` 0 is greedy. `stop` strings end a sample (they stay in its text and tokens);
+    `stop_token_ids` likewise. `logprobs` recorded are those of the distribution sampled from
+    (temperature applied); for greedy ones, of the temperature-1 distribution.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One prompt and `n` completions of it; the prompt is prefilled once."""
+
+    request_id: str
+    prompt_ids: IntArray
+    n: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """The token arrays of one completion, aligned, shape (T,): ids, behaviour log-probs, versions.
+
+    `versions` holds the `PolicyVersion.step` whose weights made each token.
+    """
+
+    token_ids: IntArray
+    logprobs: FloatArray
+    versions: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the rollouter knows of one finished sample. `ref` is a `Payload` or a reference to one."""
+
+    request_id: str
+    index: int
+    text: str
+    tokens: int
+    version_min: int
+    version_max: int
+    finish_reason: FinishReason
+    ref: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A typed outcome of one source for one sample. A failure is never a number.
+
+    `status` "scored": `value` is finite. "abstained": the source has no opinion. "failed": `cause`
+    is a short snake_case word (timeout, unparseable, out_of_range, non_finite, too_long, ...).
+    """
+
+    source: str
+    status: Literal["scored", "abstained", "failed"]
+    value: float | None = None
+    cause: str | None = None
+    reason: str = ""
+    raw: str = ""
+    retries: int = 0
+    token_index: int | None = None
+
+    @classmethod
+    def scored(cls, source: str, value: float, **more: Any) -> Reward:
+        """A finite value; a non-finite one becomes failed(non_finite)."""
+        if not np.isfinite(value):
+            return cls(source, "failed", cause="non_finite", **more)
+        return cls(source, "scored", value=float(value), **more)
+
+    @classmethod
+    def abstained(cls, source: str, **more: Any) -> Reward:
+        """The source has no opinion on this sample."""
+        return cls(source, "abstained", **more)
+
+    @classmethod
+    def failed(cls, source: str, cause: str, **more: Any) -> Reward:
+        """The source could not score; `cause` says why."""
+        return cls(source, "failed", cause=cause, **more)
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreItem:
+    """What a reward source sees of one sample: text only, never policy token ids (D2)."""
+
+    prompt: Prompt
+    completion: str
+    finish_reason: FinishReason = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One trajectory of a group with its rewards; `total` is the combined reward, None if dropped."""
+
+    completion: Completion
+    rewards: Mapping[str, Reward]
+    total: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A prompt, its samples, its attempt and deadline: the unit of ledger, advantage and training."""
+
+    prompt: Prompt
+    attempt: int
+    deadline: int
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one trainer step consumes. Asking again for the same step gives the same batch."""
+
+    step: int
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch in which a role computes. Times are seconds of `time.time()`; `cpu` is the CPU
+    seconds used in it (on a GPU its wall time): waiting for a core is not computing."""
+
+    role: str
+    replica: int
+    kind: str
+    start: float
+    end: float
+    cpu: float
+    version: int = -1
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a manifest: dtype name, shape, crc32 of its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Says what a published version consists of and where it lies.
+
+    `base` is the version that a partial manifest builds on (None for kind "full").
+    `tied` maps a tensor name that is not stored to the stored one it shares (tied embeddings).
+    """
+
+    version: PolicyVersion
+    kind: ManifestKind
+    path: str
+    tensors: Mapping[str, TensorEntry]
+    base: PolicyVersion | None = None
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """An engine's own word on itself."""
+
+    version: PolicyVersion
+    running: int
+    waiting: int
+    seats: int

@@ -1,0 +1,53 @@
+"""The protocol of a reward source: function, genrm and disrm stand behind it alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from offbeat.records import Reward, ScoreItem, Span
+
+
+class RewardSource(Protocol):
+    """A named source that turns samples into typed outcomes; it never raises for a sample."""
+
+    @property
+    def name(self) -> str:
+        """The source's name in configuration, metrics and rewards."""
+        ...
+
+    async def start(self) -> None:
+        """Ready to score when this returns; raises `UserError` for what the user must mend."""
+        ...
+
+    async def score(self, items: Sequence[ScoreItem]) -> list[Reward]:
+        """One `Reward` per item, in order. Deadlines and retries are the source's own."""
+        ...
+
+    async def drain_spans(self) -> list[Span]:
+        """Compute spans since the last call."""
+        ...
+
+    async def stop(self) -> None:
+        """Ends what the source started."""
+        ...
+
+
+class Scorer(Protocol):
+    """A replica of a discriminative reward model: texts in, raw logits out."""
+
+    async def start(self) -> None:
+        """Loads the model."""
+        ...
+
+    async def logits(self, items: Sequence[ScoreItem]) -> list[float | None]:
+        """Raw logit per item; None where the text is over length and the policy is to fail it."""
+        ...
+
+    async def drain_spans(self) -> list[Span]:
+        """Compute spans since the last call."""
+        ...
+
+    async def stop(self) -> None:
+        """Frees the model."""
+        ...
