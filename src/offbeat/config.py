@@ -20,7 +20,9 @@ Dtype = Literal["float32", "bfloat16", "auto"]
 class Section(BaseModel):
     """Base of all sections: immutable, unknown keys refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, populate_by_name=True
+    )
 
 
 class ModelSection(Section):
@@ -210,7 +212,7 @@ class Config(Section):
     train: TrainSection = TrainSection()
     weights: WeightsSection = WeightsSection()
     reward: dict[str, RewardSourceSection] = Field(description="the reward sources by name")
-    validate_: ValidateSection = Field(ValidateSection(), alias="validate")
+    validation: ValidateSection = Field(ValidateSection(), alias="validate")
     cluster: ClusterSection = ClusterSection()
 
     @property
