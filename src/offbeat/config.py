@@ -6,19 +6,30 @@ Importable without torch and Ray. Unknown keys are refused with the nearest vali
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["float32", "bfloat16", "auto"]
 
+NO_DEVICES = "{} = 0 would make a pool of zero devices for {}; set it to 1 or more"
+NO_ROOM = (
+    "max_tokens = {} leaves no room for the {} in max_context = {}; lower it or raise max_context"
+)
+SOURCE_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
 
 class Section(BaseModel):
-    """Base of all sections: immutable, unknown keys refused."""
+    """Base of all sections: immutable, unknown keys refused.
+
+    A validator's message begins with the setting's name inside the section; `load_config` puts the
+    file and the section's name before it.
+    """
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, populate_by_name=True
@@ -29,7 +40,7 @@ class ModelSection(Section):
     """The policy: an ordinary Hugging Face directory."""
 
     path: Path = Field(description="directory of the model that is trained (the actor)")
-    tokenizer: Path | None = Field(None, description="directory of its tokenizer; default: the model's")
+    tokenizer: Path | None = Field(None, description="its tokenizer; default: the model's")
     dtype: Dtype = Field(
         "auto",
         description="trainer's compute type under autocast; weights stay float32. "
@@ -63,7 +74,7 @@ class RolloutSection(Section):
     devices_per_replica: Annotated[int, Field(ge=0)] = Field(1, description="devices of one engine")
     group_size: Positive = Field(8, description="samples of one prompt (n)")
     max_tokens: Positive = Field(64, description="tokens of one completion at most")
-    max_context: Positive = Field(2048, description="prompt and completion together at most, tokens")
+    max_context: Positive = Field(2048, description="tokens of prompt and completion at most")
     temperature: Annotated[float, Field(gt=0, le=2)] = Field(1.0, description="of sampling")
     top_p: float = Field(1.0, description="only 1.0: truncation changes the distribution's support")
     top_k: int = Field(0, description="only 0: truncation changes the distribution's support")
@@ -78,6 +89,21 @@ class RolloutSection(Section):
     threads: Positive = Field(1, description="CPU threads of one engine process")
     max_attempts: Positive = Field(3, description="tries of one group before it is discarded")
     deadline_seconds: Seconds = Field(600, description="of one group's generation")
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        for name, value, whole in (("top_p", self.top_p, 1.0), ("top_k", self.top_k, 0)):
+            if value != whole:
+                raise ValueError(
+                    f"{name} = {value} is refused because it changes the support of the sampling "
+                    "distribution, so that behaviour log-probs and the trainer's would not be "
+                    f"comparable; set {name} = {whole} and shape sampling with temperature"
+                )
+        if self.devices_per_replica == 0:
+            raise ValueError(NO_DEVICES.format("devices_per_replica", "rollout"))
+        if self.max_tokens >= self.max_context:
+            raise ValueError(NO_ROOM.format(self.max_tokens, "prompt", self.max_context))
+        return self
 
 
 class TrainSection(Section):
@@ -121,12 +147,20 @@ class TrainSection(Section):
     batch_deadline_seconds: Seconds = Field(1800, description="wait for a batch at most")
     threads: Positive = Field(1, description="CPU threads of the trainer process")
 
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.devices == 0:
+            raise ValueError(NO_DEVICES.format("devices", "train"))
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas = {list(self.betas)} must both be at least 0 and below 1")
+        return self
+
 
 class WeightsSection(Section):
     """Weight sync."""
 
     folder: Path | None = Field(
-        None, description="where versions are published; default /dev/shm if it has room, else the run"
+        None, description="where versions lie; default /dev/shm if it has room, else the run"
     )
     deadline_seconds: Seconds = Field(120, description="for an engine to load and acknowledge")
 
@@ -170,14 +204,46 @@ class RewardSourceSection(Section):
     stop: tuple[str, ...] = Field((), description="strings that end a verdict")
     # disrm
     over_length: Literal["cut_front", "fail"] = Field(
-        "fail", description="text longer than the scorer takes: cut from the front, or failed(too_long)"
+        "fail", description="a text that is too long: cut its front, or failed(too_long)"
     )
+
+    @property
+    def has_pool(self) -> bool:
+        """Whether a model of this source stands on devices of this run."""
+        return self.kind == "disrm" or (self.kind == "genrm" and self.base_url is None)
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if self.placement == "colocate":
+            raise ValueError(
+                'placement = "colocate" is refused because rollout never pauses in asynchronous '
+                "training, so a reward model that shares its devices would never get a turn; set "
+                'placement = "pool" and give it devices of its own'
+            )
+        if self.kind == "function":
+            if self.function is None:
+                raise ValueError('function is missing; set function = "file.py:name"')
+            return self
+        if self.kind == "genrm" and self.model is None and self.base_url is None:
+            raise ValueError(
+                "model and base_url are both missing; set model to a model directory, or base_url "
+                "to an OpenAI-compatible server"
+            )
+        if self.kind == "disrm" and self.model is None:
+            raise ValueError("model is missing; set it to a model directory")
+        if self.has_pool and self.devices_per_replica == 0:
+            raise ValueError(NO_DEVICES.format("devices_per_replica", "this reward source"))
+        if self.kind == "genrm" and self.max_tokens >= self.max_context:
+            raise ValueError(NO_ROOM.format(self.max_tokens, "template", self.max_context))
+        if self.scale[0] >= self.scale[1]:
+            raise ValueError(f"scale = {list(self.scale)} must be lowest, then highest grade")
+        return self
 
 
 class ValidateSection(Section):
     """Greedy validation on held-out prompts, by the rollout engines or engines of its own."""
 
-    every: Annotated[int, Field(ge=0)] = Field(0, description="steps between; 0: first and last only")
+    every: Annotated[int, Field(ge=0)] = Field(0, description="steps between; 0: only the ends")
     function: str | None = Field(
         None, description="exact checker, file.py:name; its mean is the metric `accuracy`"
     )
@@ -208,12 +274,61 @@ class Config(Section):
     seed: int = Field(0, description="of order, engines and everything random")
     model: ModelSection
     data: DataSection
-    rollout: RolloutSection = RolloutSection()
-    train: TrainSection = TrainSection()
-    weights: WeightsSection = WeightsSection()
-    reward: dict[str, RewardSourceSection] = Field(description="the reward sources by name")
-    validation: ValidateSection = Field(ValidateSection(), alias="validate")
-    cluster: ClusterSection = ClusterSection()
+    rollout: RolloutSection = Field(default_factory=RolloutSection)
+    train: TrainSection = Field(default_factory=TrainSection)
+    weights: WeightsSection = Field(default_factory=WeightsSection)
+    use_rewards: tuple[str, ...] | None = Field(
+        None, description="names of the reward sources to use; default: all that are configured"
+    )
+    reward: dict[str, RewardSourceSection] = Field(
+        default_factory=dict, description="the reward sources by name"
+    )
+    validation: ValidateSection = Field(default_factory=ValidateSection, alias="validate")
+    cluster: ClusterSection = Field(default_factory=ClusterSection)
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        n, algorithm = self.rollout.group_size, self.train.algorithm
+        if n == 1:
+            raise ValueError(
+                f"rollout.group_size = 1 gives {algorithm} nothing to compare a sample with, so "
+                "every advantage would be 0; set it to 2 or more"
+            )
+        if self.train.min_scored > n:
+            raise ValueError(
+                f"train.min_scored = {self.train.min_scored} is more than rollout.group_size = {n},"
+                f" so every group would be discarded; set it to at most {n}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rewarded(self) -> Self:
+        if not self.reward:
+            raise ValueError(
+                "reward has no source; add a section [reward.NAME] with kind = "
+                '"function", "genrm" or "disrm"'
+            )
+        for name in self.reward:
+            if not SOURCE_NAME.fullmatch(name):
+                raise ValueError(f'reward."{name}" may consist of letters, digits, _ and - only')
+        for name in self.use_rewards or ():
+            if name not in self.reward:
+                raise ValueError(
+                    f'use_rewards names "{name}", which is no reward source; there are '
+                    + ", ".join(self.reward)
+                )
+        if not any(source.weight for source in self.active_rewards.values()):
+            raise ValueError(
+                "use_rewards leaves no reward source with a weight other than 0, so there would be "
+                "nothing to learn; give one of " + ", ".join(self.reward) + " a weight"
+            )
+        return self
+
+    @property
+    def active_rewards(self) -> dict[str, RewardSourceSection]:
+        """The reward sources that this run uses, by name, in the configuration's order."""
+        chosen = self.use_rewards
+        return {n: s for n, s in self.reward.items() if chosen is None or n in chosen}
 
     @property
     def run_dir(self) -> Path:
