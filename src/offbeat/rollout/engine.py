@@ -7,7 +7,7 @@ is the acknowledgement: every token emitted after it is made by the new version.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from offbeat.records import Completion, EngineHealth, GenerateRequest, Manifest, PolicyVersion, Span
@@ -20,7 +20,7 @@ class Engine(Protocol):
         """Loads the model; returns when requests are taken."""
         ...
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
         """Yields each of the request's `n` completions as it ends, in order of ending.
 
         Raises `RequestRefused` when prompt + max_tokens do not fit the context; only this request

@@ -1,0 +1,387 @@
+"""The rollouter: admission, routing, scoring, the buffer and the ledger, on one event loop.
+
+It never pauses. Each admitted group is one task: generate on one engine, score every sample the
+moment it ends, mark ready. It handles text, numbers and references; token arrays pass by it.
+Invariant: every admitted ordinal ends in exactly one of trained and discarded(reason).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from offbeat.buffer import Buffer
+from offbeat.config import Config
+from offbeat.errors import DeadlinePassed, OffbeatError, RequestRefused, RunFailed
+from offbeat.ledger import Counts, Flag, Ledger
+from offbeat.records import (
+    Batch,
+    Completion,
+    GenerateRequest,
+    Group,
+    Manifest,
+    PolicyVersion,
+    Prompt,
+    Sample,
+    Sampling,
+    ScoreItem,
+    Span,
+)
+from offbeat.reward.loop import RewardLoop
+from offbeat.rollout.engine import Engine
+from offbeat.rollout.router import Router, wait_for
+from offbeat.store import Store
+from offbeat.weights.sync import Replica, SyncReport, WeightSync
+
+log = logging.getLogger(__name__)
+LAG_PERIOD_SECONDS = 0.05
+
+
+class PromptSource(Protocol):
+    """Where prompts come from: `total` ordinals, each always the same prompt."""
+
+    @property
+    def total(self) -> int:
+        """Ordinals there are: epochs x rows."""
+        ...
+
+    def prompt(self, ordinal: int) -> Prompt:
+        """The prompt of an ordinal in [0, total)."""
+        ...
+
+
+class GroupFailed(OffbeatError):
+    """A group cannot be used; the message is the ledger's reason. It is not tried again."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Numbers since they were last read."""
+
+    generated_tokens: int = 0
+    loop_lag_seconds: float = 0.0
+
+
+class Rollouter:
+    """Admits, generates, scores and hands out batches. Call `run()` as a task, then the rest."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        prompts: PromptSource,
+        engines: Sequence[Engine],
+        rewards: RewardLoop,
+        store: Store,
+        version: PolicyVersion,
+        total_steps: int,
+        replace: Callable[[int], Awaitable[Engine]],
+    ) -> None:
+        self.config = config
+        self.prompts = prompts
+        self.rewards = rewards
+        self.replicas = [Replica(i, engine, version) for i, engine in enumerate(engines)]
+        self.tally = Tally()
+        self.sampling = Sampling(
+            max_tokens=config.rollout.max_tokens,
+            temperature=config.rollout.temperature,
+            stop=config.rollout.stop,
+        )
+        self._store = store
+        self._replace = replace
+        self._buffer = Buffer(config.train.max_staleness, config.train.groups_per_step)
+        self._ledger = Ledger()
+        self._changed = asyncio.Condition()
+        self._router = Router(self.replicas, self._changed)
+        self._groups: dict[int, Group] = {}  # ready, not yet batched
+        self._batch: Batch | None = None  # the newest, so that asking twice gives it twice
+        self._next_ordinal = 0
+        self._next_step = 0
+        self._wanted = min(prompts.total, total_steps * config.train.groups_per_step)
+        self._discards = 0
+        self._failures_in_a_row = 0
+        self._failure: BaseException | None = None
+        self._sync: WeightSync[Engine] | None = None
+        self._stopping = asyncio.Event()
+
+    # -- the three loops -------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Runs until `stop`; what fails here fails every later `batch`."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._sync = WeightSync(
+                    self.replicas,
+                    deadline_seconds=self.config.weights.deadline_seconds,
+                    replace=self._replace,
+                    on_change=lambda: tasks.create_task(self._notify()),
+                    tasks=tasks,
+                )
+                owned = [tasks.create_task(self._admit(tasks)), tasks.create_task(self._measure())]
+                await self._stopping.wait()
+                for task in owned:
+                    task.cancel()
+                raise _Stop
+        except ExceptionGroup as group:
+            error = first_of(group)
+            if not isinstance(error, _Stop):
+                self._failure = error
+                await self._notify()
+                raise RunFailed(f"rollout failed: {error!r}") from error
+
+    async def _admit(self, tasks: asyncio.TaskGroup) -> None:
+        """Consumes ordinals; waits for the buffer; produces group tasks; unblocked by the floor,
+        by taken batches and by discards."""
+        while True:
+            async with self._changed:
+                while not self._may_admit():
+                    await self._changed.wait()
+                prompt = self.prompts.prompt(self._next_ordinal)
+                self._next_ordinal += 1
+                floor = self.sync.floor
+                deadline = self._buffer.admit(prompt.ordinal, 0, floor, self._next_step)
+                self._ledger.admit(prompt.ordinal, deadline, floor)
+                self._record()
+            tasks.create_task(self._group(prompt))
+            await asyncio.sleep(0)
+
+    async def _measure(self) -> None:
+        """Measures how late the event loop wakes a sleeper."""
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(LAG_PERIOD_SECONDS)
+            lag = time.perf_counter() - before - LAG_PERIOD_SECONDS
+            self.tally.loop_lag_seconds = max(self.tally.loop_lag_seconds, lag)
+
+    # -- one group -------------------------------------------------------------------------------
+
+    async def _group(self, prompt: Prompt) -> None:
+        """One group's life up to ready, through its attempts."""
+        attempt = 0
+        while True:
+            try:
+                samples = await self._attempt(prompt, attempt)
+            except GroupFailed as failure:
+                return await self._discard(prompt.ordinal, attempt, str(failure))
+            except Exception as error:  # boundary: one group's failure never touches another
+                cause = _cause(error)
+                log.warning("group %d attempt %d: %s", prompt.ordinal, attempt, error)
+                if attempt + 1 >= self.config.rollout.max_attempts:
+                    return await self._discard(prompt.ordinal, attempt, f"generation: {cause}")
+                if not self._buffer.is_live(prompt.ordinal, attempt):
+                    return None  # discarded meanwhile, as a straggler
+                deadline = self._buffer.retry(prompt.ordinal, attempt, self.sync.floor)
+                attempt = self._ledger.retried(prompt.ordinal, deadline)
+                self._record()
+                continue
+            return await self._finish(prompt, attempt, samples)
+
+    async def _attempt(self, prompt: Prompt, attempt: int) -> list[Sample]:
+        """Generates on one engine; every sample is scored from the moment it ends."""
+        request = GenerateRequest(
+            f"{prompt.ordinal}.{attempt}",
+            prompt.token_ids,
+            self.config.rollout.group_size,
+            self.sampling,
+        )
+        scoring: list[asyncio.Task[Sample]] = []
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                async with asyncio.timeout(self.config.rollout.deadline_seconds):
+                    async for completion in self._generate(request):
+                        self.tally.generated_tokens += completion.tokens
+                        scoring.append(tasks.create_task(self._score(prompt, completion)))
+                if not self._ledger.generated(prompt.ordinal, attempt):
+                    raise GroupFailed("superseded")
+                self._record()
+        except ExceptionGroup as group:
+            error = first_of(group)
+            raise (GroupFailed("refused") if isinstance(error, RequestRefused) else error) from error
+        samples = [task.result() for task in scoring]
+        if len(samples) != request.n:
+            raise OffbeatError(f"engine gave {len(samples)} of {request.n} samples")
+        if sum(sample.total is not None for sample in samples) < self.config.train.min_scored:
+            raise GroupFailed("min_scored")
+        return sorted(samples, key=lambda sample: sample.completion.index)
+
+    async def _generate(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
+        replica = await self._router.pick(self.config.rollout.deadline_seconds)
+        with self._router.load(replica, request.n):
+            async with contextlib.aclosing(replica.engine.generate(request)) as completions:
+                async for completion in completions:
+                    if completion.finish_reason == "aborted":
+                        raise OffbeatError("generation was aborted")
+                    yield completion
+
+    async def _score(self, prompt: Prompt, completion: Completion) -> Sample:
+        scored = await self.rewards.score(
+            ScoreItem(prompt, completion.text, completion.finish_reason)
+        )
+        if scored.verdict == "drop_group":
+            failed = [name for name, r in scored.rewards.items() if r.status == "failed"]
+            raise GroupFailed(f"reward failed: {', '.join(failed)}")
+        return Sample(completion, scored.rewards, scored.total)
+
+    async def _finish(self, prompt: Prompt, attempt: int, samples: list[Sample]) -> None:
+        async with self._changed:
+            if self._buffer.ready(prompt.ordinal, attempt):
+                deadline = self._buffer.deadline(prompt.ordinal)
+                self._groups[prompt.ordinal] = Group(prompt, attempt, deadline, tuple(samples))
+                self._ledger.scored(prompt.ordinal, attempt)
+                self._ledger.ready(prompt.ordinal, attempt)
+                self._record()
+                self._failures_in_a_row = 0
+                self._changed.notify_all()
+
+    async def _discard(self, ordinal: int, attempt: int, reason: str) -> None:
+        async with self._changed:
+            if self._buffer.discard(ordinal, attempt):
+                self._ledger.discarded(ordinal, reason, attempt)
+                self._groups.pop(ordinal, None)
+                self._record()
+                self._discards += 1
+                self._failures_in_a_row += 1
+                self._changed.notify_all()
+        log.warning("group %d discarded: %s", ordinal, reason)
+        limit = 3 * self._buffer.max_live
+        if self._failures_in_a_row >= limit:
+            raise RunFailed(f"{limit} groups on end were discarded, the last one for: {reason}")
+
+    # -- what the trainer's side calls -----------------------------------------------------------
+
+    async def batch(self, step: int) -> Batch:
+        """The batch of `step`, read in the moment the step starts; empty when data has ended.
+
+        Idempotent: asking again for the newest step gives the same batch. Waits for stragglers up
+        to `train.straggler_patience_seconds`, then discards them by name.
+
+        Raises `RunFailed` after `train.batch_deadline_seconds`, saying whom it waited for.
+        """
+        if self._batch is not None and self._batch.step == step:
+            return self._batch
+        patience = self.config.train.straggler_patience_seconds
+        give_up = time.monotonic() + self.config.train.batch_deadline_seconds
+        while True:
+            left = give_up - time.monotonic()
+            try:
+                ordinals = await wait_for(
+                    self._changed, lambda: self._take(step), min(patience, max(left, 0.01)),
+                    lambda: self._whom(step),
+                )  # fmt: skip
+                break
+            except DeadlinePassed as late:
+                if left <= patience:
+                    raise RunFailed(f"no batch for step {step}: {late}") from late
+                await self._discard_stragglers(step)
+        if self._failure is not None:
+            raise RunFailed(f"rollout failed: {self._failure}") from self._failure
+        groups = tuple(self._groups.pop(ordinal) for ordinal in ordinals)
+        self._batch = Batch(step, groups)
+        self._next_step = step + 1
+        if ordinals:
+            self._ledger.batched(ordinals, step)
+            await asyncio.wrap_future(self._store.put(self._ledger.drain()))
+        await self._notify()
+        return self._batch
+
+    async def trained(self, step: int, flags: Mapping[int, Flag]) -> Counts:
+        """Books a step as trained; `flags` says which groups had signal."""
+        self._ledger.trained(step, flags)
+        self._record()
+        return self._ledger.counts()
+
+    async def checkpointed(self, step: int) -> None:
+        """A checkpoint of version `step` is visible: earlier steps are final."""
+        self._ledger.checkpointed(step)
+        self._record()
+
+    async def published(self, manifest: Manifest) -> int:
+        """Loads a version into every engine; returns the floor then."""
+        return await self.sync.publish(manifest)
+
+    async def counts(self) -> Counts:
+        """The books: admitted = trained + discarded + live."""
+        return self._ledger.counts()
+
+    async def drain(self) -> tuple[list[Span], list[SyncReport], Tally]:
+        """Spans of engines and reward sources, weight-sync reports and the tally, since last."""
+        routable = [replica.engine for replica in self.replicas if replica.routable]
+        drained = await asyncio.gather(
+            *(engine.drain_spans() for engine in routable), return_exceptions=True
+        )
+        spans = [span for part in drained if isinstance(part, list) for span in part]
+        spans += await self.rewards.drain_spans()
+        tally, self.tally = self.tally, Tally()
+        return spans, self.sync.drain_reports(), tally
+
+    async def stop(self) -> None:
+        """Ends the loops; running groups stay live in the books."""
+        self._stopping.set()
+
+    @property
+    def sync(self) -> WeightSync[Engine]:
+        """Weight sync; there once `run` has begun."""
+        if self._sync is None:
+            raise OffbeatError("the rollouter is not running")
+        return self._sync
+
+    # -- helpers ---------------------------------------------------------------------------------
+
+    def _may_admit(self) -> bool:
+        if self._sync is None:
+            return False
+        return not self._final() and self._buffer.can_admit(self.sync.floor, self._next_step)
+
+    def _final(self) -> bool:
+        """No further prompt will come, short of one that replaces a discard."""
+        kept = self._next_ordinal - self._discards
+        return self._next_ordinal >= self.prompts.total or kept >= self._wanted
+
+    def _take(self, step: int) -> list[int] | None:
+        if self._failure is not None:
+            return []
+        return self._buffer.take(step, final=self._final())
+
+    def _whom(self, step: int) -> str:
+        late = self._buffer.stragglers(step)[:8]
+        state = {o: row.state for o in late if (row := self._ledger.row(o)) is not None}
+        names = ", ".join(f"group {o} ({s})" for o, s in state.items())
+        return f"step {step} waits for {names or 'new groups'}; {self.rewards.waiting()}"
+
+    async def _discard_stragglers(self, step: int) -> None:
+        """Only when ready groups could go without them: a slow judge never drops anything."""
+        if self._buffer.snapshot().ready < self._buffer.groups_per_step:
+            return
+        for ordinal in self._buffer.stragglers(step):
+            row = self._ledger.row(ordinal)
+            if row is not None:
+                await self._discard(ordinal, row.attempt, "straggler")
+
+    def _record(self) -> None:
+        self._store.put(self._ledger.drain())
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+class _Stop(Exception):
+    """Ends the task group from inside."""
+
+
+def first_of(error: BaseException) -> BaseException:
+    """The first exception of a possibly nested group that is not a mere stop."""
+    while isinstance(error, BaseExceptionGroup):
+        inner = [e for e in error.exceptions if not isinstance(e, _Stop)]
+        error = (inner or list(error.exceptions))[0]
+    return error
+
+
+def _cause(error: BaseException) -> str:
+    error = first_of(error)
+    return "deadline" if isinstance(error, TimeoutError) else type(error).__name__
