@@ -274,17 +274,19 @@ class Config(Section):
     seed: int = Field(0, description="of order, engines and everything random")
     model: ModelSection
     data: DataSection
-    rollout: RolloutSection = Field(default_factory=RolloutSection)
-    train: TrainSection = Field(default_factory=TrainSection)
-    weights: WeightsSection = Field(default_factory=WeightsSection)
+    rollout: RolloutSection = RolloutSection.model_validate({})
+    train: TrainSection = TrainSection.model_validate({})
+    weights: WeightsSection = WeightsSection.model_validate({})
     use_rewards: tuple[str, ...] | None = Field(
         None, description="names of the reward sources to use; default: all that are configured"
     )
     reward: dict[str, RewardSourceSection] = Field(
         default_factory=dict, description="the reward sources by name"
     )
-    validation: ValidateSection = Field(default_factory=ValidateSection, alias="validate")
-    cluster: ClusterSection = Field(default_factory=ClusterSection)
+    validation: ValidateSection = Field(
+        default=ValidateSection.model_validate({}), alias="validate"
+    )
+    cluster: ClusterSection = ClusterSection.model_validate({})
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
