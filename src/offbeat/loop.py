@@ -1,0 +1,185 @@
+"""The asynchronous loop: how the roles meet. Read this first.
+
+```
+ data ──Prompt(ordinal)──► ADMIT ──► GENERATE ──► SCORE ──► READY ──► BATCHED(step) ──► TRAINED(step)
+                             ▲        engines×N      │          │            │                │
+                             │                       │          │            │                ▼ weights of step+1
+                             └───── the floor rises ◄┴──────────┴────────────┴── every routable engine acknowledged
+                                                 function · genrm pool · disrm pool
+```
+
+Three things run at once and none waits for another without need:
+
+* the **rollouter** (`rollout/rollouter.py`) admits, generates and scores. It waits only when
+  admitting one more group could break the staleness bound.
+* the **trainer** consumes `batch(step)` and produces weights. It waits only for a batch.
+* the **publisher** carries the newest weights to the engines, one publication at a time, and runs
+  the validations that are due between two publications, so that each sees exactly one version.
+
+This file knows roles, not where they live: `cluster/local.py` runs them in one process,
+`cluster/actors.py` as Ray actors.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from offbeat.config import Config
+from offbeat.errors import RunFailed
+from offbeat.ledger import Counts, Flag
+from offbeat.records import Batch, Manifest, PolicyVersion, Span
+from offbeat.rollout.rollouter import Tally, first_of
+from offbeat.track.recorder import Recorder
+from offbeat.train.trainer import StepResult
+from offbeat.weights.sync import SyncReport
+
+log = logging.getLogger(__name__)
+
+
+class RollouterRole(Protocol):
+    """The rollouter as the loop sees it, wherever it runs."""
+
+    async def batch(self, step: int) -> Batch: ...
+    async def trained(self, step: int, flags: Mapping[int, Flag]) -> Counts: ...
+    async def published(self, manifest: Manifest) -> int: ...
+    async def checkpointed(self, step: int) -> None: ...
+    async def validate(self) -> tuple[int, dict[str, float]]: ...
+    async def counts(self) -> Counts: ...
+    async def drain(self) -> tuple[list[Span], list[SyncReport], Tally]: ...
+    async def stop(self) -> None: ...
+
+
+class TrainerRole(Protocol):
+    """The trainer as the loop sees it; calls are collective over its ranks."""
+
+    async def setup(self, total_steps: int) -> PolicyVersion: ...
+    async def step(self, batch: Batch) -> StepResult: ...
+    async def publish(self) -> Manifest: ...
+    async def save(self, path: Path, extra: Mapping[str, Any]) -> None: ...
+    async def drain_spans(self) -> list[Span]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a finished loop reached."""
+
+    steps: int
+    counts: Counts
+
+
+class AsyncLoop:
+    """One run: trains `total_steps` steps on what the rollouter hands out."""
+
+    def __init__(
+        self,
+        config: Config,
+        rollouter: RollouterRole,
+        trainer: TrainerRole,
+        recorder: Recorder,
+        total_steps: int,
+    ) -> None:
+        self.config = config
+        self.rollouter = rollouter
+        self.trainer = trainer
+        self.recorder = recorder
+        self.total_steps = total_steps
+        self.trained_steps = 0
+        self._published = 0
+        self._turn = asyncio.Lock()  # the trainer does one thing at a time
+        self._validated = -1
+
+    async def run(self) -> Outcome:
+        """Runs to the end. Raises `RunFailed` with the last good step when it cannot go on."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                publisher = tasks.create_task(self._publish_and_validate())
+                for step in range(self.total_steps):
+                    if not await self._train(step):
+                        break
+                    if publisher.done():
+                        publisher = tasks.create_task(self._publish_and_validate())
+                        await asyncio.sleep(0)  # it takes its turn before the next step
+            await self._save(final=True)
+            await self._validate()
+        except ExceptionGroup as group:
+            error = first_of(group)
+            raise RunFailed(f"{error}; {self.trained_steps} steps are done") from error
+        finally:
+            await self._drain()
+        return Outcome(self.trained_steps, await self._books())
+
+    async def _train(self, step: int) -> bool:
+        """Consumes one batch; waits for it alone; produces weights of step + 1."""
+        waiting = self.recorder.clock()
+        batch = await self.rollouter.batch(step)
+        if not batch.groups:
+            self.recorder.say(f"the data has ended after {step} steps")
+            return False
+        waited = self.recorder.clock() - waiting
+        async with self._turn:
+            result = await self.trainer.step(batch)
+        flags: dict[int, Flag] = {group.prompt.ordinal: "signal" for group in batch.groups}
+        flags.update({ordinal: "no_signal" for ordinal in result.no_signal})
+        counts = await self.rollouter.trained(step, flags)
+        self.trained_steps = step + 1
+        spans, reports, tally = await self.rollouter.drain()
+        spans += await self.trainer.drain_spans()
+        self.recorder.step(batch, result, waited, counts, spans, reports, tally)
+        if self.trained_steps % self.config.train.checkpoint_every == 0:
+            await self._save(final=False)
+        return True
+
+    async def _publish_and_validate(self) -> None:
+        """Carries the newest weights to the engines until they have them; then what is due."""
+        if self._validated < 0:
+            await self._validate()
+        while self._published < self.trained_steps:
+            async with self._turn:
+                manifest = await self.trainer.publish()
+            self._published = manifest.version.step
+            await self.rollouter.published(manifest)
+            every = self.config.validation.every
+            due = every > 0 and self._published // every > max(self._validated, 0) // every
+            if due and self._published < self.total_steps:
+                await self._validate()
+
+    async def _validate(self) -> None:
+        if self.config.data.validation is None or self._validated == self.trained_steps:
+            return
+        version, metrics = await self.rollouter.validate()
+        self._validated = version
+        self.recorder.validation(version, metrics)
+
+    async def _save(self, *, final: bool) -> None:
+        step = self.trained_steps
+        if final and step > 0 and step % self.config.train.checkpoint_every == 0:
+            return  # saved when that step ended
+        path = self.config.run_dir / "checkpoints" / f"step-{step:06d}"
+        async with self._turn:
+            await self.trainer.save(path, {"counts": await self.rollouter.counts()})
+        await self.rollouter.checkpointed(step)
+
+    async def _drain(self) -> None:
+        """The last spans, also after a failure; roles that died have none."""
+        try:
+            async with asyncio.timeout(10):
+                spans, reports, tally = await self.rollouter.drain()
+                self.recorder.tail(spans + await self.trainer.drain_spans(), reports, tally)
+                self.recorder.books(await self.rollouter.counts())
+        except Exception as error:  # boundary: telemetry never changes the run's outcome
+            log.warning("last spans are lost: %s", error)
+
+    async def _books(self) -> Counts:
+        counts = await self.rollouter.counts()
+        lost = sum(counts["discarded"].values())
+        if self.trained_steps == 0 or lost > counts["trained"]:
+            raise RunFailed(
+                f"{lost} of {counts['admitted']} groups were discarded "
+                f"({counts['discarded']}); {self.trained_steps} steps are done"
+            )
+        return counts
