@@ -98,6 +98,7 @@ class AsyncLoop:
         try:
             async with asyncio.TaskGroup() as tasks:
                 publisher = tasks.create_task(self._publish_and_validate())
+                await self._save(final=False)  # the weights that the run began with
                 for step in range(self.total_steps):
                     if not await self._train(step):
                         break
