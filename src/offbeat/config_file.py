@@ -1,0 +1,299 @@
+"""From a configuration file and overrides to a `Config`, or to one sentence that says the mend.
+
+Order: read TOML (or a run's own config.json), put the overrides in, refuse unknown keys, check
+types and bounds, resolve relative paths against the file's folder, and see that files are there.
+Everything that is wrong is a `UserError` that names where the setting came from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from offbeat.config import Config, RewardSourceSection, Section
+from offbeat.config_schema import allowed, field_of, nearest, settings_of, takes
+from offbeat.errors import UserError
+
+Raw = dict[str, Any]
+Origins = dict[str, str]
+S = TypeVar("S", bound=Section)
+
+
+def load_config(path: Path, overrides: Sequence[str] = (), *, files: bool = True) -> Config:
+    """The configuration of `path` with `--section.key value` overrides put in.
+
+    Relative paths, also those of overrides, are relative to the file's folder. `files=False`
+    leaves out whether the files and directories that it names exist.
+    """
+    raw = _read(path)
+    origins = _apply(raw, parse_overrides(overrides))
+    _refuse_unknown(raw, Config, (), path, origins)
+    try:
+        config = Config.model_validate(raw)
+    except ValidationError as error:
+        raise UserError(_sentence(error, raw, path, origins)) from None
+    config = _resolved(config, path.parent.resolve())
+    if files:
+        check_files(config, path)
+    return config
+
+
+def save_config(config: Config, path: Path) -> None:
+    """Writes the resolved configuration as JSON; `load_config` reads it back."""
+    path.write_text(config.model_dump_json(by_alias=True, indent=2) + "\n", encoding="utf-8")
+
+
+def parse_overrides(arguments: Sequence[str]) -> list[tuple[tuple[str, ...], str | None]]:
+    """`--a.b v` and `--a.b=v` as (("a", "b"), "v"); the value is None for a flag without one."""
+    found: list[tuple[tuple[str, ...], str | None]] = []
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or len(word) == 2:
+            raise UserError(f"`{word}` is no override; write --section.key value")
+        key, equals, text = word[2:].partition("=")
+        value: str | None = text if equals else None
+        if not equals and rest and not rest[0].startswith("--"):
+            value = rest.pop(0)
+        found.append((tuple(key.split(".")), value))
+    return found
+
+
+def check_files(config: Config, path: Path) -> None:
+    """Refuses model directories, data, templates and keys that are named and not there."""
+    _check_model(config.model.path, "model.path", path)
+    if config.model.tokenizer is not None and not config.model.tokenizer.is_dir():
+        raise UserError(_gone(path, "model.tokenizer", config.model.tokenizer, "a directory"))
+    for key, data in (("train", config.data.train), ("validation", config.data.validation)):
+        if data is not None and not data.exists():
+            raise UserError(
+                _gone(path, f"data.{key}", data, "a JSONL or parquet file or directory")
+            )
+    for name, source in config.active_rewards.items():
+        if source.has_pool and source.model is not None:
+            _check_model(Path(source.model), f"reward.{name}.model", path)
+        if source.template is not None and not source.template.is_file():
+            raise UserError(_gone(path, f"reward.{name}.template", source.template, "a Jinja file"))
+        if source.api_key_env is not None and source.api_key_env not in os.environ:
+            raise UserError(
+                f"{path}: reward.{name}.api_key_env names the environment variable "
+                f"{source.api_key_env}, which is not set; export it with the endpoint's key"
+            )
+
+
+def _gone(path: Path, key: str, value: Path, wanted: str) -> str:
+    return f"{path}: {key} = {str(value)!r} does not exist; set it to {wanted}"
+
+
+def _check_model(model: Path, key: str, path: Path) -> None:
+    if not model.exists():
+        raise UserError(_gone(path, key, model, "a Hugging Face model directory"))
+    if not (model / "config.json").is_file():
+        raise UserError(
+            f"{path}: {key} = {str(model)!r} is no Hugging Face model directory because it has "
+            "no config.json; set it to one made with save_pretrained"
+        )
+
+
+def _read(path: Path) -> Raw:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; `offbeat init DIR` writes one to start") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    try:
+        raw = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from None
+    if not isinstance(raw, dict):
+        raise UserError(f"{path} must hold a table of settings")
+    if "validation" in raw:
+        raw.setdefault("validate", raw.pop("validation"))
+    return raw
+
+
+def _apply(raw: Raw, overrides: list[tuple[tuple[str, ...], str | None]]) -> Origins:
+    """Puts overrides into `raw`; returns the option that each overridden key came from."""
+    origins: Origins = {}
+    new_sources = {key[1] for key, _ in overrides if len(key) == 3 and key[2] == "kind"}
+    for written, text in overrides:
+        option = "--" + ".".join(written)
+        table: Raw = raw
+        schema: type[Section] = Config
+        place: tuple[str, ...] = ()
+        names = list(written)
+        while len(names) > 1:
+            name, schema = _step(raw, schema, names, option, new_sources, place)
+            place += name
+            for part in name:
+                inner = table.setdefault(part, {})
+                if not isinstance(inner, dict):
+                    raise UserError(f"{option} has no place: {'.'.join(place)} is no table")
+                table = inner
+            del names[: len(name)]
+        key, field = field_of(schema, names[0])
+        if field is None:
+            raise UserError(f"{option} is no setting{nearest(names[0], schema, place)}")
+        table[key] = _typed(field, text, option)
+        origins[".".join((*place, key))] = option
+    return origins
+
+
+def _step(
+    raw: Raw,
+    schema: type[Section],
+    names: list[str],
+    option: str,
+    new_sources: set[str],
+    place: tuple[str, ...],
+) -> tuple[tuple[str, ...], type[Section]]:
+    """One table down: its key (two for a reward source) and the schema of what it holds."""
+    key, field = field_of(schema, names[0])
+    inner = None if field is None else takes(field)
+    if inner is None:
+        raise UserError(f"{option} is no setting{nearest(names[0], schema, place)}")
+    if inner is not RewardSourceSection:
+        return (key,), inner
+    if len(names) < 3:
+        raise UserError(f"{option} is no setting; write --reward.NAME.key value")
+    sources = raw.setdefault("reward", {})
+    for source in sources:
+        if source.replace("-", "_") == names[1].replace("-", "_"):
+            return (key, source), inner
+    if names[1] in new_sources:
+        return (key, names[1]), inner
+    there = ", ".join(sources) or "none"
+    raise UserError(f"{option} names no reward source of the file; there are: {there}")
+
+
+def _typed(field: FieldInfo, text: str | None, option: str) -> Any:
+    """An override's text as the value that the schema checks further."""
+    kind = allowed(field)
+    if takes(field) is not None:
+        raise UserError(f"{option} is a section; write {option}.key value")
+    if text is None:
+        if kind == "true or false":
+            return True
+        raise UserError(f"{option} has no value; it must be {kind}")
+    if text.lower() in {"none", "null"} and field.default is None:
+        return None
+    if "a list of" not in kind:
+        return text
+    if text.lstrip().startswith("["):
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError:
+            raise UserError(f"{option} = {text} must be {kind}") from None
+    return [part.strip() for part in text.split(",")] if text else []
+
+
+def _refuse_unknown(
+    raw: Raw, schema: type[Section], place: tuple[str, ...], path: Path, origins: Origins
+) -> None:
+    for name, value in raw.items():
+        key, field = field_of(schema, name)
+        if field is None or key != name:
+            full = ".".join((*place, name))
+            raise UserError(f"{path}: unknown key {full}{nearest(name, schema, place)}")
+        inner = takes(field)
+        if inner is None or not isinstance(value, dict):
+            continue
+        if inner is not RewardSourceSection:
+            _refuse_unknown(value, inner, (*place, name), path, origins)
+            continue
+        for source, table in value.items():
+            if isinstance(table, dict):
+                _refuse_unknown(table, inner, (*place, name, source), path, origins)
+
+
+def _sentence(error: ValidationError, raw: Raw, path: Path, origins: Origins) -> str:
+    """The first thing that is wrong: where it came from, the key, its value, what is allowed."""
+    first = error.errors(include_url=False)[0]
+    schema: type[Section] | None = Config
+    field: FieldInfo | None = None
+    value: Any = raw
+    place: tuple[str, ...] = ()
+    for part in first["loc"]:
+        if schema is None or not isinstance(part, str):
+            break
+        named = field is not None and takes(field) is RewardSourceSection and len(place) == 1
+        if not named:
+            _, field = field_of(schema, part)
+            inner = None if field is None else takes(field)
+            schema = Config if inner is RewardSourceSection else inner
+        else:
+            schema, field = RewardSourceSection, None
+        value = value.get(part) if isinstance(value, dict) else value
+        place += (part,)
+    key = ".".join(place)
+    if first["type"] == "value_error":
+        said = str(first["ctx"]["error"])
+        mine = f"{key}.{said}" if key else said
+        return f"{origins.get(mine.split(' ', 1)[0], path)}: {mine}"
+    origin = origins.get(key, str(path))
+    if field is None or takes(field) is not None:
+        shown = json.dumps(value, default=str)
+        return f"{origin}: {key} = {shown} must be a table: write [{key}] with its settings"
+    if first["type"] == "missing":
+        return f"{origin}: {key} is missing; set it to {allowed(field)} ({field.description})"
+    shown = json.dumps(value, default=str)
+    return f"{origin}: {key} = {shown} must be {allowed(field)} ({field.description})"
+
+
+def _resolved(section: S, base: Path) -> S:
+    """The section with every path in it absolute."""
+    updates: dict[str, Any] = {}
+    for name, value in section:
+        if isinstance(value, Section):
+            updates[name] = _resolved(value, base)
+        elif name == "reward":
+            updates[name] = {source: _resolved(table, base) for source, table in value.items()}
+        elif isinstance(value, Path):
+            updates[name] = _absolute(value, base)
+        elif name == "function" and value is not None:
+            file, colon, function = value.rpartition(":")
+            if file.endswith(".py"):
+                updates[name] = f"{_absolute(Path(file), base)}{colon}{function}"
+        elif isinstance(section, RewardSourceSection) and name == "model" and section.has_pool:
+            updates[name] = None if value is None else str(_absolute(Path(value), base))
+    return section.model_copy(update=updates)
+
+
+def _absolute(path: Path, base: Path) -> Path:
+    return Path(os.path.normpath(base / path.expanduser()))
+
+
+def reference() -> str:
+    """All settings as Markdown tables: docs/configuration.md."""
+    parts = [_HEAD]
+    for title, purpose, rows in settings_of(Config):
+        parts.append(f"## {title}\n\n{purpose}\n")
+        parts.append("| setting | takes | default | what it is for |\n|---|---|---|---|")
+        parts.append("\n".join(f"| `{n}` | {t} | {d} | {p} |" for n, t, d, p in rows) + "\n")
+    return "\n".join(parts)
+
+
+_HEAD = """# Configuration
+
+Generated from the schema by `python -m offbeat.config_file`; do not edit.
+
+A run is one TOML file. `offbeat check run.toml` prints what comes out of it. Any setting can be
+given on the command line instead: `--train.learning_rate 1e-5`, `--reward.judge.weight=0.5`,
+`--run second`; hyphens and underscores are the same there, lists are written `a,b` or as JSON,
+and `none` takes an optional setting back. Relative paths, in the file and in overrides, are
+relative to the file's folder. Unknown keys are refused.
+
+To train from some of the configured rewards only: `--use_rewards judge` (or `judge,scorer`).
+"""
+
+
+if __name__ == "__main__":
+    print(reference(), end="")
