@@ -1,0 +1,350 @@
+"""Prompts from JSONL, parquet, or a Hugging Face data set saved to disk, in a seeded order.
+
+`load_prompts` reads and tokenises every row once, so that what is wrong with a row is known, with
+its line, before anything starts; `PromptSet.prompt(ordinal)` then only looks up.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from offbeat.config import Config
+from offbeat.errors import UserError
+from offbeat.records import IntArray, Messages, Prompt
+
+Split = Literal["train", "validation"]
+Tokenizer = Any
+"""A transformers tokenizer (fast or slow)."""
+
+BATCH = 1024
+"""Texts that are tokenised in one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a data file: its line (of a table: its row, from 1) and its columns."""
+
+    line: int
+    columns: Mapping[str, Any]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows of a JSONL file, a parquet file, or a data set directory saved to disk."""
+    if not path.exists():
+        raise UserError(f"{path} does not exist; set [data] to a file or directory that does")
+    if path.is_dir():
+        rows = _rows_of(_arrow_tables(path))
+    elif path.suffix == ".parquet":
+        rows = _rows_of([_parquet(path)])
+    else:
+        rows = _jsonl(path)
+    if not rows:
+        raise UserError(f"{path} has no rows; give it at least one prompt")
+    return rows
+
+
+def _jsonl(path: Path) -> list[Row]:
+    rows = []
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    columns = json.loads(line)
+                except (json.JSONDecodeError, RecursionError) as error:
+                    raise UserError(
+                        f"{path} line {number} is not JSON ({error}); mend or remove that line"
+                    ) from None
+                if not isinstance(columns, dict):
+                    raise UserError(
+                        f"{path} line {number} is no JSON object; write "
+                        '{"prompt": "...", ...} on a line of its own'
+                    )
+                rows.append(Row(number, columns))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    return rows
+
+
+def _parquet(path: Path) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"{path} cannot be read as parquet: {error}") from None
+
+
+def _arrow_tables(path: Path) -> list[Any]:
+    """The tables of a directory: a saved data set's arrow files, or parquet files."""
+    import pyarrow as pa
+
+    if (path / "dataset_dict.json").is_file():
+        splits = sorted(child.name for child in path.iterdir() if child.is_dir())
+        raise UserError(
+            f"{path} holds several data sets ({', '.join(splits)}); name one of them, for "
+            f"example {path / (splits[0] if splits else 'train')}"
+        )
+    parquet = sorted(path.glob("*.parquet"))
+    state = path / "state.json"
+    if not state.is_file():
+        if parquet:
+            return [_parquet(file) for file in parquet]
+        raise UserError(
+            f"{path} is no data set directory because it has neither state.json nor parquet "
+            "files; write one with Dataset.save_to_disk"
+        )
+    try:
+        names = [entry["filename"] for entry in json.loads(state.read_text())["_data_files"]]
+        tables = []
+        for name in names:
+            with pa.memory_map(str(path / name)) as source:
+                tables.append(pa.ipc.open_stream(source).read_all())
+    except (KeyError, TypeError, ValueError, OSError, pa.ArrowException) as error:
+        raise UserError(f"{path} cannot be read as a saved data set: {error}") from None
+    return tables
+
+
+def _rows_of(tables: Sequence[Any]) -> list[Row]:
+    columns = (row for table in tables for row in table.to_pylist())
+    return [Row(number, row) for number, row in enumerate(columns, 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """Tokenised prompts and their order: ordinal = epoch x rows + place in the epoch's order.
+
+    `rows` are those in use; `skipped` the lines of rows that were too long for the context.
+    """
+
+    rows: tuple[Row, ...]
+    prompts: tuple[Prompt, ...]
+    epochs: int
+    seed: int
+    shuffle: bool
+    skipped: tuple[int, ...] = field(default=())
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def total(self) -> int:
+        """Ordinals there are: epochs x rows."""
+        return self.epochs * len(self.prompts)
+
+    def prompt(self, ordinal: int) -> Prompt:
+        """The prompt at an ordinal; the same for the same seed, whenever it is asked for."""
+        if not 0 <= ordinal < self.total:
+            raise IndexError(f"ordinal {ordinal} is outside 0..{self.total - 1}")
+        epoch, place = divmod(ordinal, len(self.prompts))
+        if self.shuffle:
+            place = int(_order(self.seed, epoch, len(self.prompts))[place])
+        at = self.prompts[place]
+        return Prompt(
+            ordinal, at.token_ids, at.text, at.question, at.messages, at.reference, at.columns
+        )
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return (self.prompt(ordinal) for ordinal in range(self.total))
+
+
+@lru_cache(maxsize=8)
+def _order(seed: int, epoch: int, rows: int) -> NDArray[np.int64]:
+    """The order of one epoch: a permutation from (seed, epoch)."""
+    return np.random.default_rng((seed & (2**64 - 1), epoch)).permutation(rows)
+
+
+def planned_steps(config: Config, total: int) -> int:
+    """Steps of a run over `total` prompts: whole batches, and `train.steps` at most."""
+    whole = total // config.train.groups_per_step
+    return whole if config.train.steps is None else min(whole, config.train.steps)
+
+
+def load_tokenizer(config: Config) -> Tokenizer:
+    """The policy's tokenizer, from its directory and nowhere else."""
+    from transformers import AutoTokenizer
+
+    path = config.model.tokenizer or config.model.path
+    try:
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"model.tokenizer: {path} holds no tokenizer that loads ({reason}); save one there"
+        ) from None
+
+
+def select_rows(config: Config, split: Split) -> tuple[Path, list[Row]]:
+    """The rows of a split, cut to its limit and checked for what needs no tokenizer."""
+    path = config.data.train if split == "train" else config.data.validation
+    if path is None:
+        raise UserError("data.validation is not set; set it to a file of held-out prompts")
+    limit = config.data.limit if split == "train" else config.validation.limit
+    rows = read_rows(path)[:limit]
+    for row in rows:
+        _check_row(config, path, row)
+    if split == "train":
+        _check_enough(config, path, len(rows), 0)
+    return path, rows
+
+
+def load_prompts(config: Config, tokenizer: Tokenizer, split: Split) -> PromptSet:
+    """All prompts of a split, tokenised; validation prompts keep the file's order."""
+    path, rows = select_rows(config, split)
+    texts = [_text(config, tokenizer, path, row) for row in rows]
+    ids = tokenize(tokenizer, texts, [_messages_of(config, row) is not None for row in rows])
+    room = config.rollout.max_context - config.rollout.max_tokens
+    kept: list[Row] = []
+    prompts: list[Prompt] = []
+    skipped: list[int] = []
+    for row, text, token_ids in zip(rows, texts, ids, strict=True):
+        if len(token_ids) == 0:
+            raise UserError(f"{path} line {row.line} has an empty prompt; mend or remove that line")
+        if len(token_ids) <= room:
+            kept.append(row)
+            prompts.append(_prompt(config, row, text, token_ids))
+        elif config.data.on_overlong == "skip":
+            skipped.append(row.line)
+        else:
+            raise UserError(
+                f"{path} line {row.line} has a prompt of {len(token_ids)} tokens, and "
+                f"rollout.max_context - max_tokens leaves {room}; shorten it, raise "
+                'rollout.max_context, or set data.on_overlong = "skip"'
+            )
+    if not prompts:
+        raise UserError(
+            f"{path}: all {len(skipped)} prompts are longer than the {room} tokens that "
+            "rollout.max_context - max_tokens leaves; raise rollout.max_context"
+        )
+    train = split == "train"
+    if train:
+        _check_enough(config, path, len(prompts), len(skipped))
+    return PromptSet(
+        tuple(kept),
+        tuple(prompts),
+        epochs=config.data.epochs if train else 1,
+        seed=config.seed,
+        shuffle=train and config.data.shuffle,
+        skipped=tuple(skipped),
+    )
+
+
+def _check_enough(config: Config, path: Path, rows: int, skipped: int) -> None:
+    groups = config.train.groups_per_step
+    if rows < groups:
+        beside = f" ({skipped} more are too long)" if skipped else ""
+        raise UserError(
+            f"train.groups_per_step = {groups} is more than the {rows} rows of {path}{beside}; "
+            f"set it to at most {rows}"
+        )
+
+
+def _check_row(config: Config, path: Path, row: Row) -> None:
+    """Refuses a row without a usable prompt."""
+    column = config.data.prompt_column
+    where = f"{path} line {row.line}"
+    if column not in row.columns:
+        there = ", ".join(map(str, row.columns)) or "none"
+        raise UserError(
+            f"{where} has no column {column!r}; it has: {there}; set data.prompt_column to one"
+        )
+    value = row.columns[column]
+    if isinstance(value, str):
+        return
+    good = isinstance(value, list) and len(value) > 0
+    for message in value if good else ():
+        parts = (message.get("role"), message.get("content")) if isinstance(message, dict) else ()
+        good = good and len(parts) == 2 and all(isinstance(part, str) for part in parts)
+    if not good:
+        raise UserError(
+            f"{where}: column {column!r} must be a text or a list of "
+            '{"role": "...", "content": "..."} messages with text'
+        )
+
+
+def _messages_of(config: Config, row: Row) -> Messages | None:
+    value = row.columns[config.data.prompt_column]
+    return None if isinstance(value, str) else tuple(value)
+
+
+def _text(config: Config, tokenizer: Tokenizer, path: Path, row: Row) -> str:
+    """The prompt as text: as it stands, or through the chat template with a generation prompt."""
+    messages = _messages_of(config, row)
+    if messages is None:
+        return str(row.columns[config.data.prompt_column])
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{path} line {row.line} has messages and the tokenizer has no chat template; "
+            "write prompts as text, or use a model with a template"
+        )
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        )
+    except Exception as error:  # a template is the user's program and may raise anything
+        raise UserError(
+            f"{path} line {row.line}: the chat template refuses the messages ({error})"
+        ) from None
+
+
+def tokenize(
+    tokenizer: Tokenizer, texts: Sequence[str], templated: Sequence[bool]
+) -> list[IntArray]:
+    """Token ids with exactly one BOS where there is to be one (T3).
+
+    A plain text gets the BOS that its tokenizer adds, unless it begins with it already; a
+    templated one only what its template wrote. No other special token is added.
+    """
+    bos = tokenizer.bos_token_id
+    adds = bos is not None and _adds_bos(tokenizer, bos)
+    result: list[IntArray] = []
+    for start in range(0, len(texts), BATCH):
+        batch = list(texts[start : start + BATCH])
+        encoded = tokenizer(batch, add_special_tokens=False)["input_ids"]
+        for ids, from_template in zip(encoded, templated[start : start + BATCH], strict=True):
+            own = 0
+            while bos is not None and own < len(ids) and ids[own] == bos:
+                own += 1
+            wanted = 1 if own or (adds and not from_template) else 0
+            result.append(np.asarray([bos] * wanted + list(ids[own:]), dtype=np.int32))
+    return result
+
+
+def _adds_bos(tokenizer: Tokenizer, bos: int) -> bool:
+    with_special = tokenizer("a")["input_ids"]
+    without = tokenizer("a", add_special_tokens=False)["input_ids"]
+    return bool(with_special[:1] == [bos] and without[:1] != [bos])
+
+
+def _prompt(config: Config, row: Row, text: str, token_ids: IntArray) -> Prompt:
+    data, messages = config.data, _messages_of(config, row)
+    question = row.columns.get(data.question_column)
+    if question is None and messages is not None:
+        said = [message["content"] for message in messages if message["role"] == "user"]
+        question = said[-1] if said else text
+    reference = row.columns.get(data.reference_column)
+    if reference is not None and not isinstance(reference, str):
+        reference = json.dumps(reference, ensure_ascii=False, default=str)
+    return Prompt(
+        ordinal=-1,
+        token_ids=token_ids,
+        text=text,
+        question=text if question is None else str(question),
+        messages=messages,
+        reference=reference,
+        columns={k: v for k, v in row.columns.items() if k != data.prompt_column},
+    )
