@@ -1,0 +1,202 @@
+"""The run as text: one line a step, and a line for each phase. Never raises into training.
+
+A line that does not fit the width goes on, indented, in the next one; it breaks between facts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TextIO
+
+from offbeat.records import Span
+from offbeat.track.metrics import TelemetryBoundary
+from offbeat.track.overlap import busy
+
+logger = logging.getLogger(__name__)
+
+WIDTH = 120
+RECENT_STEPS = 20  # steps whose pace the time left is estimated from
+SPANS_A_LINE = 50_000  # newest ones kept for the next line
+SATURATED = 0.6  # of the time: a role that computes so much can be called a bottleneck
+WAITS_LITTLE = 0.1  # of the time: a trainer that waits so little is itself the bottleneck
+INDENT = "        "
+Record = Mapping[str, Any]
+
+
+class Console:
+    """Writes lines to `stream`, or to this module's logger (level info) if it is None.
+
+    `total_steps` is the run's last step (None: unknown). `clock` gives seconds of `time.time()`.
+    """
+
+    def __init__(
+        self,
+        total_steps: int | None,
+        stream: TextIO | None = None,
+        *,
+        width: int = WIDTH,
+        clock: Callable[[], float] = time.time,
+        replicas: Mapping[str, int] | None = None,
+    ) -> None:
+        self._total = total_steps
+        self._stream = stream
+        self._width = width
+        self._clock = clock
+        self._replicas = dict(replicas or {})
+        self._started = self._last = clock()
+        self._paces: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._spans: deque[Span] = deque(maxlen=SPANS_A_LINE)
+        self._validation: float | None = None
+        self._boundary = TelemetryBoundary("console")
+
+    def say(self, message: str) -> None:
+        """One line with the time elapsed: a phase of the run, progress of a validation."""
+        with self._boundary:
+            self._write(f"[{duration(self._clock() - self._started)}] {message}")
+
+    def spans(self, spans: Iterable[Span]) -> None:
+        """Take spans for the next line's shares of time."""
+        self._spans.extend(spans)
+
+    def validation(self, record: Record) -> None:
+        """Take a validation record: its own line, and its accuracy on the next step's line."""
+        with self._boundary:
+            metrics = record["metrics"]
+            self._validation = metrics.get("accuracy")
+            shown = ", ".join(f"{name} {_number(value)}" for name, value in metrics.items())
+            self.say(f"validation of version {record['version']}: {shown}")
+
+    def step(self, record: Record) -> None:
+        """The line of one step, from its step record; see `RunStats` for what that holds."""
+        with self._boundary:
+            now = self._clock()
+            wall = max(now - self._last, 1e-9)
+            shares = busy(list(self._spans), self._last, now, self._replicas)
+            waits = min(1.0, record["wait_seconds"] / wall)
+            self._paces.append(wall)
+            facts = [self._place(record["step"]), _rewards(record["reward"])]
+            if self._validation is not None:
+                facts.append(f"accuracy {_number(self._validation)}")
+                self._validation = None
+            facts += [
+                _staleness(record["staleness"]),
+                f"{_count(record['tokens'] / wall)} tok/s",
+                self._times(record["step"], now),
+            ]
+            if shares:
+                computes = (f"{short(role)} {_percent(shares[role])}" for role in sorted(shares))
+                facts.append("computes: " + ", ".join(computes))
+            facts.append(bottleneck(shares, waits))
+            if not record["applied"]:
+                facts.append("update not applied")
+            self._last = now
+            self._forget(now)
+            self._write(*facts)
+
+    def _forget(self, now: float) -> None:
+        """Keep only the spans that reach into the next line's time."""
+        later = [span for span in self._spans if span.end > now]
+        self._spans.clear()
+        self._spans.extend(later)
+
+    def _place(self, step: int) -> str:
+        if self._total is None:
+            return f"step {step}"
+        return f"step {step:>{len(str(self._total))}}/{self._total}"
+
+    def _times(self, step: int, now: float) -> str:
+        elapsed = duration(now - self._started)
+        if self._total is None:
+            return elapsed
+        pace = sum(self._paces) / len(self._paces)
+        return f"{elapsed}, {duration(max(0, self._total - step) * pace)} left"
+
+    def _write(self, *facts: str) -> None:
+        lines = wrap(facts, self._width)
+        if self._stream is None:
+            for line in lines:
+                logger.info("%s", line)
+            return
+        self._stream.write("".join(line + "\n" for line in lines))
+        self._stream.flush()
+
+
+def bottleneck(shares: Mapping[str, float], waits: float) -> str:
+    """In words, what holds the run up, from each role's share of time computing (0..1).
+
+    `waits` is the share of the time that the trainer waited for its batch.
+    """
+    if waits <= WAITS_LITTLE:
+        computes = f"computes {_percent(shares['train'])}, " if "train" in shares else ""
+        return f"trainer is the bottleneck: {computes}waits {_percent(waits)}"
+    others = {role: share for role, share in shares.items() if role != "train"}
+    if not others:
+        return f"trainer waits {_percent(waits)}"
+    role = max(others, key=lambda name: others[name])
+    if others[role] >= SATURATED:
+        name, share = short(role), _percent(others[role])
+        return f"{name} is the bottleneck: computes {share}, trainer waits {_percent(waits)}"
+    return f"no role is saturated: trainer waits {_percent(waits)}"
+
+
+def wrap(facts: Iterable[str], width: int) -> list[str]:
+    """Facts on lines of at most `width` columns; one that is longer breaks at a space."""
+    lines: list[str] = []
+    for fact in facts:
+        if lines and len(lines[-1]) + 2 + len(fact) <= width:
+            lines[-1] += "  " + fact
+            continue
+        line = INDENT if lines else ""
+        for word in fact.split(" "):
+            space = " " if line.strip() else ""
+            if line.strip() and len(line) + len(space) + len(word) > width:
+                lines.append(line)
+                line, space = INDENT, ""
+            line += space + word
+        lines.append(line)
+    return lines
+
+
+def short(role: str) -> str:
+    """A role's name as the console says it: `reward/judge` is judge, `train` is trainer."""
+    return "trainer" if role == "train" else role.removeprefix("reward/")
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, 2:05; from an hour on with hours, 1:02:05."""
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _rewards(reward: Mapping[str, float | None]) -> str:
+    sources = ", ".join(
+        f"{name} {_number(value)}" for name, value in reward.items() if name != "total"
+    )
+    text = f"reward {_number(reward.get('total'))}"
+    return f"{text} ({sources})" if sources else text
+
+
+def _staleness(staleness: Mapping[str, Any]) -> str:
+    mean, top = staleness["mean"], staleness["max"]
+    return "stale -" if mean is None or top is None else f"stale {mean:.1f} max {top}"
+
+
+def _number(value: Any) -> str:
+    """A value to three places; a dash for none, because a missing value is not 0."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+    return str(value)
+
+
+def _count(value: float) -> str:
+    return f"{value / 1000:.1f}k" if value >= 1000 else f"{value:.0f}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"

@@ -1,0 +1,241 @@
+"""summary.json: what a run came to, from its step records, validations, syncs and spans.
+
+A step that is trained again after a restart replaces its first record, so nothing counts twice.
+Means are over scored values only: a failed or abstained reward enters none of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from offbeat.records import Span
+from offbeat.track.metrics import TelemetryBoundary, plain
+from offbeat.track.overlap import busy, overlap, steady_window
+
+SPAN_LIMIT = 200_000  # newest spans that busy and overlap are made of: about 60 MB
+FILE_NAME = "summary.json"
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What the summary needs of one step record."""
+
+    time: float
+    tokens: int
+    generated: int
+    applied: bool
+    means: Mapping[str, float | None]
+    scored: Mapping[str, int]
+    abstained: Mapping[str, int]
+    failed: Mapping[str, Mapping[str, int]]
+    staleness: Mapping[int, int]
+    staleness_max: int | None
+
+
+class RunStats:
+    """Collects what `build_summary` needs. Its feeding methods never raise (telemetry).
+
+    `bound` is max_staleness in steps, `started` the process's start in seconds of `time.time()`.
+    To resume, feed the records of the run's metrics.jsonl first, by `feed`: steps, rewards,
+    staleness, validations and syncs are then of the whole run; wall time, throughput, busy and
+    overlap are of what happened since `started`. Spans are kept up to `SPAN_LIMIT`, newest ones.
+    """
+
+    def __init__(self, bound: int, started: float) -> None:
+        self.bound = bound
+        self.started = started
+        self.boundary = TelemetryBoundary(FILE_NAME)
+        self.steps: dict[int, _Step] = {}
+        self.groups: dict[str, Any] = {"admitted": 0, "trained": 0, "discarded": {}, "live": 0}
+        self.validations: dict[int, dict[str, Any]] = {}
+        self.pauses: list[float] = []
+        self._spans: deque[Span] = deque(maxlen=SPAN_LIMIT)
+
+    @property
+    def recent_spans(self) -> list[Span]:
+        """The spans kept that ended since `started`."""
+        return [span for span in self._spans if span.end > self.started]
+
+    @property
+    def last_good_step(self) -> int | None:
+        """The newest step whose update was applied; None if there is none."""
+        return max((step for step, kept in self.steps.items() if kept.applied), default=None)
+
+    def feed(self, record: Record) -> None:
+        """Take any record of metrics.jsonl; spans and events are passed over."""
+        match record.get("type"):
+            case "step":
+                self.step(record)
+            case "validation":
+                self.validation(record)
+            case "sync":
+                self.sync(record)
+
+    def step(self, record: Record) -> None:
+        """Take the record of one trainer step."""
+        with self.boundary:
+            self.steps[record["step"]] = _kept(record)
+            self.groups = dict(record["groups_counts"])
+
+    def validation(self, record: Record) -> None:
+        """Take a validation record: step, version, metrics."""
+        with self.boundary:
+            self.validations[record["step"]] = {
+                "step": record["step"],
+                "version": str(record["version"]),
+                "metrics": dict(record["metrics"]),
+            }
+
+    def sync(self, record: Record) -> None:
+        """Take a weight sync's record: pause_seconds of one engine."""
+        with self.boundary:
+            self.pauses.append(float(record["pause_seconds"]))
+
+    def spans(self, spans: Iterable[Span]) -> None:
+        """Take spans."""
+        self._spans.extend(spans)
+
+
+def _kept(record: Record) -> _Step:
+    """`scored` of a record is {source: {"scored": n, "abstained": n, "failed": {cause: n}}}."""
+    outcomes = record["scored"]
+    reward = record["reward"]
+    staleness = record["staleness"]
+    return _Step(
+        time=float(record["time"]),
+        tokens=int(record["tokens"]),
+        generated=int(record["generated_tokens"]),
+        applied=bool(record["applied"]),
+        means={name: value for name, value in reward.items() if name != "total"},
+        scored={name: counts["scored"] for name, counts in outcomes.items()},
+        abstained={name: counts["abstained"] for name, counts in outcomes.items()},
+        failed={name: counts["failed"] for name, counts in outcomes.items()},
+        staleness={int(key): count for key, count in staleness["histogram"].items()},
+        staleness_max=staleness["max"],
+    )
+
+
+def build_summary(
+    stats: RunStats,
+    *,
+    status: str,
+    now: float,
+    error: str | None = None,
+    last_good_step: int | None = None,
+    replicas: Mapping[str, int] | None = None,
+) -> dict[str, Any]:
+    """The summary as a dict of plain values. `now` is in seconds of `time.time()`.
+
+    With an `error` (a failed run) the keys `error` and `last_good_step` are added; the latter is
+    by default the newest step whose update was applied. `replicas` is that of `overlap.busy`.
+    """
+    steps = [stats.steps[step] for step in sorted(stats.steps)]
+    wall = max(0.0, now - stats.started)
+    spans = stats.recent_spans
+    window = steady_window(spans) or _whole(spans)
+    summary: dict[str, Any] = {
+        "status": status,
+        "steps": len(steps),
+        "wall_seconds": wall,
+        "groups": stats.groups,
+        "staleness": _staleness(steps, stats.bound),
+        "validation": [stats.validations[step] for step in sorted(stats.validations)],
+        "rewards": _rewards(steps),
+        "throughput": _throughput(steps, stats.started, wall),
+        "busy": busy(spans, *window, replicas),
+        "overlap": overlap(spans, *window),
+        "sync": _sync(stats.pauses),
+    }
+    if error is not None:
+        summary["error"] = error
+        good = stats.last_good_step if last_good_step is None else last_good_step
+        summary["last_good_step"] = good
+    values: dict[str, Any] = plain(summary)
+    return values
+
+
+def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
+    """Write `<run_dir>/summary.json` by an atomic rename; OSError if that fails."""
+    temporary = run_dir / f".{FILE_NAME}.{os.getpid()}"
+    text = json.dumps(plain(summary), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, run_dir / FILE_NAME)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _whole(spans: Sequence[Span]) -> tuple[float, float]:
+    start = min((span.start for span in spans), default=0.0)
+    return start, max((span.end for span in spans), default=0.0)
+
+
+def _staleness(steps: Sequence[_Step], bound: int) -> dict[str, float | int | None]:
+    total: dict[int, int] = {}
+    for step in steps:
+        for value, count in step.staleness.items():
+            total[value] = total.get(value, 0) + count
+    samples = sum(total.values())
+    weighted = sum(value * count for value, count in total.items())
+    return {
+        "max": max((s.staleness_max for s in steps if s.staleness_max is not None), default=None),
+        "mean": weighted / samples if samples else None,
+        "bound": bound,
+    }
+
+
+def _rewards(steps: Sequence[_Step]) -> dict[str, dict[str, Any]]:
+    names = sorted({name for step in steps for name in (*step.means, *step.scored)})
+    tenth = max(1, len(steps) // 10)
+    result: dict[str, dict[str, Any]] = {}
+    for name in names:
+        failed: dict[str, int] = {}
+        for step in steps:
+            for cause, count in step.failed.get(name, {}).items():
+                failed[cause] = failed.get(cause, 0) + count
+        result[name] = {
+            "scored": sum(step.scored.get(name, 0) for step in steps),
+            "abstained": sum(step.abstained.get(name, 0) for step in steps),
+            "failed": failed,
+            "mean_first": _mean(name, steps[:tenth]),
+            "mean_last": _mean(name, steps[-tenth:]),
+        }
+    return result
+
+
+def _mean(name: str, steps: Sequence[_Step]) -> float | None:
+    """Mean of a source's scored values, each step's mean weighted by how many it is of."""
+    total, count = 0.0, 0
+    for step in steps:
+        mean, scored = step.means.get(name), step.scored.get(name, 0)
+        if mean is not None and scored > 0:
+            total += mean * scored
+            count += scored
+    return total / count if count else None
+
+
+def _throughput(steps: Sequence[_Step], started: float, wall: float) -> dict[str, float]:
+    recent = [step for step in steps if step.time >= started]
+    seconds = wall or 1.0
+    return {
+        "trained_tokens_per_s": sum(step.tokens for step in recent) / seconds,
+        "generated_tokens_per_s": sum(step.generated for step in recent) / seconds,
+    }
+
+
+def _sync(pauses: Sequence[float]) -> dict[str, float | int | None]:
+    return {
+        "n": len(pauses),
+        "pause_mean_s": sum(pauses) / len(pauses) if pauses else None,
+        "pause_max_s": max(pauses, default=None),
+    }
