@@ -49,7 +49,7 @@ def test_a_step_says_all_of_it_within_120_columns() -> None:
     lines = lines_of(record(12), spans)
     assert max(map(len, lines)) <= 120
     assert lines[0] == (
-        "step  12/200  reward 0.612 (judge 0.550, scorer -, correct 0.400)  stale 0.8 max 2  "
+        "step  12/200  reward 0.61 (judge 0.55, scorer -, correct 0.40)  stale 0.8/2  "
         "1.2k tok/s  0:10, 31:20 left"
     )
     text = " ".join(" ".join(lines[1:]).split())
@@ -70,8 +70,8 @@ def test_a_validation_has_its_line_and_is_on_the_next_steps_line() -> None:
     lines = [line for line in stream.getvalue().splitlines() if not line.startswith(" ")]
     assert lines[0] == "[0:00] starting 2 engines"
     assert lines[1] == "[1:15] validation of version 1.1: accuracy 0.412, n 80"
-    assert "accuracy 0.412" in lines[2]
-    assert "accuracy" not in lines[3]
+    assert "acc 0.412" in lines[2]
+    assert "acc" not in lines[3]
 
 
 def test_time_left_follows_the_pace_and_is_unknown_without_an_end() -> None:

@@ -79,7 +79,7 @@ class Console:
             self._paces.append(wall)
             facts = [self._place(record["step"]), _rewards(record["reward"])]
             if self._validation is not None:
-                facts.append(f"accuracy {_number(self._validation)}")
+                facts.append(f"acc {_number(self._validation)}")
                 self._validation = None
             facts += [
                 _staleness(record["staleness"]),
@@ -174,23 +174,23 @@ def duration(seconds: float) -> str:
 
 def _rewards(reward: Mapping[str, float | None]) -> str:
     sources = ", ".join(
-        f"{name} {_number(value)}" for name, value in reward.items() if name != "total"
+        f"{name} {_number(value, 2)}" for name, value in reward.items() if name != "total"
     )
-    text = f"reward {_number(reward.get('total'))}"
+    text = f"reward {_number(reward.get('total'), 2)}"
     return f"{text} ({sources})" if sources else text
 
 
 def _staleness(staleness: Mapping[str, Any]) -> str:
     mean, top = staleness["mean"], staleness["max"]
-    return "stale -" if mean is None or top is None else f"stale {mean:.1f} max {top}"
+    return "stale -" if mean is None or top is None else f"stale {mean:.1f}/{top}"
 
 
-def _number(value: Any) -> str:
-    """A value to three places; a dash for none, because a missing value is not 0."""
+def _number(value: Any, places: int = 3) -> str:
+    """A value to some places; a dash for none, because a missing value is not 0."""
     if value is None:
         return "-"
     if isinstance(value, float):
-        return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+        return f"{value:.{places}f}" if abs(value) < 10 else f"{value:.1f}"
     return str(value)
 
 

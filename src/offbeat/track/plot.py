@@ -119,10 +119,14 @@ def _plot_accuracy(axes: Any, validations: Records) -> None:
     x, y = [float(step) for step, _ in points], [float(value) for _, value in points]
     axes.plot(x, y, color=ACCURACY, linewidth=2, marker="o", markersize=5)
     for at in sorted({0, len(points) - 1}):
-        axes.annotate(f"{y[at]:.1%}", (x[at], y[at]), textcoords="offset points", xytext=(0, 8),
-                      ha="center", color=ACCURACY, fontweight="bold")  # fmt: skip
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
-    axes.margins(y=0.22)
+        under = at == 0 and len(points) > 1 and y[1] > y[0]
+        axes.annotate(f"{y[at]:.1%}", (x[at], y[at]), textcoords="offset points",
+                      xytext=(0, -16 if under else 8), ha="center", color=ACCURACY,
+                      fontweight="bold")  # fmt: skip
+    room = max(0.05, 0.25 * (max(y) - min(y)))
+    axes.set_ylim(min(y) - room, max(y) + room)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], min_n_ticks=2))
 
 
 def _plot_staleness(axes: Any, steps: Records, bound: int | None) -> None:
@@ -130,9 +134,11 @@ def _plot_staleness(axes: Any, steps: Records, bound: int | None) -> None:
     mean = _floats(record["staleness"]["mean"] for record in steps)
     top = _floats(record["staleness"]["max"] for record in steps)
     dots = "o" if len(x) < 3 else None
-    axes.fill_between(x, 0, mean, color=MEAN, alpha=0.12, linewidth=0)
-    axes.plot(x, top, color=TOP, linewidth=1.4, label="max", drawstyle="steps-mid", marker=dots)
-    axes.plot(x, mean, color=MEAN, linewidth=1.8, label="mean", marker=dots)
+    smooth = running_mean(mean, max(1, len(x) // 20))
+    axes.plot(x, top, "o", color=TOP, markersize=3 if len(x) > 50 else 5, alpha=0.8, label="max")
+    axes.plot(x, mean, color=MEAN, linewidth=0.8, alpha=0.3)
+    axes.fill_between(x, 0, smooth, color=MEAN, alpha=0.12, linewidth=0)
+    axes.plot(x, smooth, color=MEAN, linewidth=1.8, label="mean", marker=dots)
     highest = max((value for value in top if math.isfinite(value)), default=0.0)
     if bound is not None:
         axes.axhline(bound, color=MUTED, linewidth=1.2, linestyle="--", label=f"bound {bound}")
