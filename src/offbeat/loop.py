@@ -2,7 +2,7 @@
 
 ```
  data ──Prompt(ordinal)──► ADMIT ──► GENERATE ──► SCORE ──► READY ──► BATCHED(step) ──► TRAINED(step)
-                             ▲        engines×N      │          │            │                │
+                             ▲        enginesxN      │          │            │                │
                              │                       │          │            │                ▼ weights of step+1
                              └───── the floor rises ◄┴──────────┴────────────┴── every routable engine acknowledged
                                                  function · genrm pool · disrm pool
@@ -32,10 +32,10 @@ from typing import Any, Protocol
 from offbeat.config import Config
 from offbeat.errors import RunFailed
 from offbeat.ledger import Counts, Flag
-from offbeat.records import Batch, Manifest, PolicyVersion, Span
+from offbeat.records import Batch, Manifest, Span
 from offbeat.rollout.rollouter import Tally, first_of
 from offbeat.track.recorder import Recorder
-from offbeat.train.trainer import StepResult
+from offbeat.train.step import StepResult
 from offbeat.weights.sync import SyncReport
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,6 @@ class RollouterRole(Protocol):
 class TrainerRole(Protocol):
     """The trainer as the loop sees it; calls are collective over its ranks."""
 
-    async def setup(self, total_steps: int) -> PolicyVersion: ...
     async def step(self, batch: Batch) -> StepResult: ...
     async def publish(self) -> Manifest: ...
     async def save(self, path: Path, extra: Mapping[str, Any]) -> None: ...

@@ -1,4 +1,4 @@
-"""Resource pools on Ray: one placement group a role, disjoint devices, created before anything else.
+"""Resource pools on Ray: one placement group a role, on disjoint devices, created first.
 
 A device is a GPU where there are GPUs, else a slot of the custom resource `offbeat_slot`. A pool
 is passed explicitly to whoever starts actors on it; there is no "whatever is free".

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +35,7 @@ from offbeat.records import (
 from offbeat.reward.loop import RewardLoop
 from offbeat.rollout.engine import Engine
 from offbeat.rollout.router import Router, wait_for
+from offbeat.rollout.validation import Check, greedy, validate
 from offbeat.store import Store
 from offbeat.weights.sync import Replica, SyncReport, WeightSync
 
@@ -81,8 +82,13 @@ class Rollouter:
         version: PolicyVersion,
         total_steps: int,
         replace: Callable[[int], Awaitable[Engine]],
+        held_out: Sequence[Prompt] = (),
+        check: Check | None = None,
     ) -> None:
         self.config = config
+        self._held_out = held_out
+        self._check = check
+        self.running = asyncio.Event()  # set once `run` has begun
         self.prompts = prompts
         self.rewards = rewards
         self.replicas = [Replica(i, engine, version) for i, engine in enumerate(engines)]
@@ -119,9 +125,10 @@ class Rollouter:
                     self.replicas,
                     deadline_seconds=self.config.weights.deadline_seconds,
                     replace=self._replace,
-                    on_change=lambda: tasks.create_task(self._notify()),
+                    on_change=lambda: _spawn(tasks, self._notify()),
                     tasks=tasks,
                 )
+                self.running.set()
                 owned = [tasks.create_task(self._admit(tasks)), tasks.create_task(self._measure())]
                 await self._stopping.wait()
                 for task in owned:
@@ -201,7 +208,8 @@ class Rollouter:
                 self._record()
         except ExceptionGroup as group:
             error = first_of(group)
-            raise (GroupFailed("refused") if isinstance(error, RequestRefused) else error) from error
+            refused = isinstance(error, RequestRefused)
+            raise GroupFailed("refused") if refused else error from error
         samples = [task.result() for task in scoring]
         if len(samples) != request.n:
             raise OffbeatError(f"engine gave {len(samples)} of {request.n} samples")
@@ -304,6 +312,22 @@ class Rollouter:
         """Loads a version into every engine; returns the floor then."""
         return await self.sync.publish(manifest)
 
+    async def validate(self) -> tuple[int, dict[str, float]]:
+        """Greedy answers to the held-out prompts, all made by one version, which is returned.
+
+        Publications wait meanwhile; rollout goes on beside it.
+        """
+        rollout = self.config.rollout
+        async with self.sync.lock, asyncio.timeout(self.config.validation.deadline_seconds):
+            metrics = await validate(
+                self._generate,
+                self._held_out,
+                greedy(rollout.max_tokens, rollout.stop),
+                self._check or _unchecked,
+                concurrency=rollout.seats * len(self.replicas),
+            )
+            return self.sync.floor, metrics
+
     async def counts(self) -> Counts:
         """The books: admitted = trained + discarded + live."""
         return self._ledger.counts()
@@ -351,7 +375,7 @@ class Rollouter:
         late = self._buffer.stragglers(step)[:8]
         state = {o: row.state for o in late if (row := self._ledger.row(o)) is not None}
         names = ", ".join(f"group {o} ({s})" for o, s in state.items())
-        return f"step {step} waits for {names or 'new groups'}; {self.rewards.waiting()}"
+        return f"step {step} waits for {names or 'new groups'}"
 
     async def _discard_stragglers(self, step: int) -> None:
         """Only when ready groups could go without them: a slow judge never drops anything."""
@@ -372,6 +396,14 @@ class Rollouter:
 
 class _Stop(Exception):
     """Ends the task group from inside."""
+
+
+def _spawn(tasks: asyncio.TaskGroup, work: Coroutine[None, None, None]) -> None:
+    tasks.create_task(work)
+
+
+def _unchecked(prompts: list[str], completions: list[str], **_: object) -> list[float | None]:
+    return [None] * len(completions)
 
 
 def first_of(error: BaseException) -> BaseException:

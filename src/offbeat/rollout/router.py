@@ -53,7 +53,7 @@ async def wait_for(
     deadline_seconds: float,
     whom: Callable[[], str],
 ) -> T:
-    """Waits on `changed` until `probe` gives something; `DeadlinePassed` says whom it waited for."""
+    """Waits until `probe` gives something; `DeadlinePassed` says whom it waited for."""
     try:
         async with asyncio.timeout(deadline_seconds), changed:
             while (found := probe()) is None:

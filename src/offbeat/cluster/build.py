@@ -1,0 +1,145 @@
+"""Builds real roles from their specs, in whatever process they are to live."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offbeat.cluster.specs import EngineSpec, RunSpec, ScorerSpec, first_version
+from offbeat.config import Config
+from offbeat.data import PromptSet, load_prompts, load_tokenizer
+from offbeat.records import PolicyVersion, Prompt
+from offbeat.reward.build import build_source
+from offbeat.reward.function import load_function
+from offbeat.reward.loop import RewardLoop
+from offbeat.reward.source import Scorer
+from offbeat.rollout.engine import Engine
+from offbeat.rollout.rollouter import Rollouter
+from offbeat.store import Store
+
+if TYPE_CHECKING:
+    from offbeat.train.trainer import Trainer
+
+
+def make_engine(spec: EngineSpec) -> Engine:
+    """An engine that is not started yet."""
+    from offbeat.rollout.transformers_engine import TransformersEngine
+    from offbeat.weights.transport import load_manifest
+
+    return TransformersEngine(
+        spec.model_path,
+        role=spec.role,
+        replica=spec.replica,
+        seats=spec.seats,
+        max_context=spec.max_context,
+        seed=spec.seed,
+        dtype=spec.dtype,  # type: ignore[arg-type]
+        device=spec.device,  # type: ignore[arg-type]
+        on_update=spec.on_update,  # type: ignore[arg-type]
+        threads=spec.threads,
+        version=PolicyVersion(spec.lineage, 0),
+        load_manifest=load_manifest,
+    )
+
+
+def make_scorer(spec: ScorerSpec) -> Scorer:
+    """A scorer replica that is not started yet."""
+    from offbeat.reward.disrm import TransformersScorer
+
+    return TransformersScorer(spec.name, spec.section, replica=spec.replica, device=spec.device)
+
+
+def make_trainer(config: Config, run: RunSpec, total_steps: int) -> Trainer:
+    """The trainer of one rank, not set up yet."""
+    from offbeat.train.trainer import Trainer
+
+    return Trainer(
+        config,
+        total_steps=total_steps,
+        lineage=run.lineage,
+        publish_folder=run.publish_folder,
+        run_id=run.run_id,
+    )
+
+
+async def make_rewards(
+    config: Config,
+    engines: Mapping[str, Sequence[Engine]],
+    scorers: Mapping[str, Sequence[Scorer]],
+) -> RewardLoop:
+    """The reward loop over all active sources; replicas come from each source's own pool."""
+    sources = {
+        name: build_source(name, section, engines=engines.get(name), scorers=scorers.get(name))
+        for name, section in config.active_rewards.items()
+    }
+    return await RewardLoop.create(sources, config.active_rewards)
+
+
+class RolloutSide:
+    """The rollouter and all that lives in its process: prompts, reward loop, store, validation."""
+
+    def __init__(self, config: Config, run: RunSpec) -> None:
+        self.config = config
+        self.run_spec = run
+        self._prompts: PromptSet | None = None
+        self._held_out: list[Prompt] = []
+        self._rewards: RewardLoop | None = None
+        self._store: Store | None = None
+        self.core: Rollouter | None = None
+
+    async def start(
+        self,
+        engines: Mapping[str, Sequence[Engine]],
+        scorers: Mapping[str, Sequence[Scorer]],
+    ) -> int:
+        """Reads prompts and starts the reward loop; returns how many ordinals there are."""
+        self._rewards = await make_rewards(self.config, engines, scorers)
+        prompts, self._held_out = await asyncio.to_thread(self._read)
+        self._prompts = prompts
+        return prompts.total
+
+    def _read(self) -> tuple[PromptSet, list[Prompt]]:
+        tokenizer = load_tokenizer(self.config)
+        held_out: list[Prompt] = []
+        if self.config.data.validation is not None:
+            held_out = list(load_prompts(self.config, tokenizer, "validation"))
+        return load_prompts(self.config, tokenizer, "train"), held_out
+
+    def build(
+        self,
+        engines: Sequence[Engine],
+        total_steps: int,
+        replace: Callable[[int], Awaitable[Engine]],
+        ledger: Path,
+    ) -> Rollouter:
+        """The rollouter over started engines."""
+        if self._prompts is None or self._rewards is None:
+            raise RuntimeError("build comes after start")
+        self._store = Store(ledger)
+        function = self.config.validation.function
+        self.core = Rollouter(
+            self.config,
+            prompts=self._prompts,
+            engines=engines,
+            rewards=self._rewards,
+            store=self._store,
+            version=first_version(self.run_spec),
+            total_steps=total_steps,
+            replace=replace,
+            held_out=self._held_out,
+            check=load_function(function, "validate.function") if function else None,
+        )
+        return self.core
+
+    async def close(self) -> None:
+        """Ends the reward loop and commits the ledger."""
+        if self._rewards is not None:
+            await self._rewards.stop()
+        if self._store is not None:
+            await asyncio.to_thread(self._store.close)
+
+    async def reward_stats(self) -> dict[str, Any]:
+        """Counts of every reward source since the start, for the summary."""
+        return {} if self._rewards is None else dict(self._rewards.stats())

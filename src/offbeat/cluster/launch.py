@@ -1,0 +1,124 @@
+"""Runs a configuration from start to summary, on Ray or in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import shutil
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import TextIO
+
+from offbeat.cluster.plan import device_kind, plan_pools
+from offbeat.cluster.roles import Roles
+from offbeat.cluster.specs import RunSpec
+from offbeat.config import Config
+from offbeat.errors import UserError
+from offbeat.loop import AsyncLoop, Outcome
+from offbeat.track.console import duration
+from offbeat.track.recorder import Recorder
+from offbeat.weights.transport import choose_folder
+
+log = logging.getLogger(__name__)
+
+
+def train(config: Config, stream: TextIO | None = sys.stdout) -> int:
+    """Trains; returns 0. Raises `UserError` before anything is on disk, else what failed.
+
+    The run directory holds a summary.json also after a failure.
+    """
+    started = time.time()
+
+    def say(message: str) -> None:
+        if stream is not None:
+            stream.write(f"[{duration(time.time() - started)}] {message}\n")
+            stream.flush()
+
+    asyncio.run(_run(config, stream, say))
+    return 0
+
+
+async def _run(config: Config, stream: TextIO | None, say: Callable[[str], None]) -> Outcome:
+    run = RunSpec(
+        run_id=f"{config.run}-{secrets.token_hex(3)}",
+        device=device_kind(config),
+        publish_folder=choose_folder(config, _model_bytes(config.model.path)),
+    )
+    async with _claimed(config), _roles(config, run, say) as roles:
+        recorder = Recorder(
+            config.run_dir,
+            bound=config.train.max_staleness,
+            total_steps=roles.total_steps,
+            stream=stream,
+            replicas=_replicas(config),
+        )
+        recorder.say(f"{roles.total_steps} steps; everything is in {config.run_dir}")
+        status, error = "failed", None
+        loop = AsyncLoop(config, roles.rollouter, roles.trainer, recorder, roles.total_steps)
+        try:
+            outcome = await loop.run()
+            status = "finished"
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            status, error = "interrupted", "stopped by the user"
+            raise
+        except Exception as failure:
+            error = str(failure) or repr(failure)
+            raise
+        finally:
+            recorder.close(status, error)
+    say(f"{status}: {outcome.steps} steps; {outcome.counts}")
+    return outcome
+
+
+@asynccontextmanager
+async def _claimed(config: Config) -> AsyncIterator[None]:
+    """The run directory is ours; it goes again if the run never came to its loop."""
+    directory = config.run_dir
+    try:
+        directory.mkdir(parents=True)
+    except FileExistsError:
+        raise UserError(
+            f"run: {directory} exists already; choose another name with --run NAME"
+        ) from None
+    (directory / "logs").mkdir()
+    (directory / "config.json").write_text(
+        json.dumps(config.model_dump(mode="json", by_alias=True), indent=2) + "\n", encoding="utf-8"
+    )
+    try:
+        yield
+    except UserError:
+        if not (directory / "summary.json").exists():
+            shutil.rmtree(directory)
+        raise
+
+
+def _roles(
+    config: Config, run: RunSpec, say: Callable[[str], None]
+) -> AbstractAsyncContextManager[Roles]:
+    if config.cluster.backend == "local":
+        from offbeat.cluster.local import local_roles
+
+        return local_roles(config, run)
+    try:
+        from offbeat.cluster.ray_roles import ray_roles
+    except ImportError:
+        raise UserError(
+            "cluster.backend = ray, but Ray is not installed; install ray, or set "
+            "--cluster.backend local to run everything in one process"
+        ) from None
+    return ray_roles(config, run, say)
+
+
+def _replicas(config: Config) -> dict[str, int]:
+    """Processes that compute, by the role that their spans name."""
+    return {plan.name: plan.replicas for plan in plan_pools(config)}
+
+
+def _model_bytes(path: Path) -> int:
+    """Bytes of a model's weights as they are published: its files, as float32 at most."""
+    return 2 * sum(file.stat().st_size for file in path.glob("*.safetensors"))

@@ -1,0 +1,199 @@
+"""Starts a run's roles on a Ray cluster: its own, or the one that RAY_ADDRESS names."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from offbeat.cluster.actors import (
+    NAMESPACE,
+    RayRollouter,
+    RayTrainer,
+    RollouterActor,
+    ScorerActor,
+    TrainerActor,
+    remote,
+    result,
+    start_engine,
+)
+from offbeat.cluster.plan import plan_pools
+from offbeat.cluster.pools import SLOT, ResourcePool, create_pools, process_env, remove_pools
+from offbeat.cluster.roles import Roles
+from offbeat.cluster.specs import RunSpec, ScorerSpec, judge_engine, policy_engine, standing
+from offbeat.config import Config
+from offbeat.data import planned_steps
+from offbeat.errors import OffbeatError, UserError
+
+log = logging.getLogger(__name__)
+OBJECT_STORE_BYTES = 256 << 20  # token arrays only; weights go through files
+STOP_SECONDS = 20.0
+
+
+def connect(config: Config, kind: str) -> None:
+    """Joins the cluster of RAY_ADDRESS, or starts one on this machine."""
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    common: dict[str, Any] = {
+        "namespace": NAMESPACE,
+        "log_to_driver": False,
+        "configure_logging": False,
+    }
+    address = os.environ.get("RAY_ADDRESS")
+    try:
+        if address:
+            ray.init(address=address, **common)
+        else:
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                resources={SLOT: config.cluster.slots} if kind == "cpu" else None,
+                **common,
+            )
+    except (ConnectionError, ValueError) as error:
+        raise UserError(f"RAY_ADDRESS={address}: no Ray cluster answers there ({error})") from None
+
+
+@asynccontextmanager
+async def ray_roles(
+    config: Config, run: RunSpec, say: Callable[[str], None]
+) -> AsyncIterator[Roles]:
+    """Reserves the pools, starts every actor on its own, and ends them all."""
+    await asyncio.to_thread(connect, config, run.device)
+    pools: dict[str, ResourcePool] = {}
+    starter = _Starter(config, run)
+    try:
+        say("reserving devices, one pool a role")
+        pools = await asyncio.to_thread(
+            create_pools,
+            plan_pools(config),
+            run.device,
+            deadline_seconds=config.cluster.placement_deadline_seconds,
+        )
+        say("starting " + ", ".join(pools))
+        try:
+            async with asyncio.timeout(config.cluster.start_deadline_seconds):
+                roles = await starter.start(pools)
+        except TimeoutError:
+            raise OffbeatError(
+                "the roles did not start within cluster.start_deadline_seconds = "
+                f"{config.cluster.start_deadline_seconds:.0f}; waiting for {starter.waiting}"
+            ) from None
+        yield roles
+    finally:
+        await starter.stop()
+        await asyncio.to_thread(_leave, pools)
+
+
+class _Starter:
+    """Starts actors and remembers them, to end them."""
+
+    def __init__(self, config: Config, run: RunSpec) -> None:
+        self.config = config
+        self.run = run
+        self.handles: list[ActorHandle] = []
+        self.rollouter: ActorHandle | None = None
+        self.trainer: ActorHandle | None = None
+        self.waiting = "the rollouter"
+
+    async def start(self, pools: dict[str, ResourcePool]) -> Roles:
+        """Starts everything; the order is engines and scorers, rollouter, trainer."""
+        config, run = self.config, self.run
+        specs = [policy_engine(config, run, i) for i in range(config.rollout.replicas)]
+        engines = [start_engine(spec, pools["rollout"], run, name="rollout") for spec in specs]
+        judges = {name: self._judges(name, n, pools) for name, n in self._standing("genrm")}
+        scorers = {name: self._scorers(name, n, pools) for name, n in self._standing("disrm")}
+        replicas = [*engines, *(h for g in (judges, scorers) for part in g.values() for h in part)]
+        self.handles += replicas
+        self.rollouter = (
+            remote(RollouterActor, health=True)
+            .options(max_concurrency=1000, **self._beside_driver("rollouter"))
+            .remote(config, run)
+        )
+        self.trainer = (
+            remote(TrainerActor)
+            .options(
+                name=f"{run.run_id}/train/0",
+                namespace=NAMESPACE,
+                **pools["train"].options(0, threads=config.train.threads),
+            )
+            .remote(config, run)
+        )
+        self.waiting = "engines and reward replicas"
+        await asyncio.gather(*(result(handle.start.remote()) for handle in replicas))
+        self.waiting = "the rollouter's reward loop and prompts"
+        total = planned_steps(config, await result(self.rollouter.start.remote(judges, scorers)))
+        self.waiting = "the trainer"
+        await result(self.trainer.setup.remote(total))
+        ledger = config.run_dir / "ledger.sqlite"
+        await result(
+            self.rollouter.begin.remote(engines, pools["rollout"], specs, total, ledger.resolve())
+        )
+        rollouter = RayRollouter(self.rollouter)
+        return Roles(rollouter, RayTrainer(self.trainer), total, rollouter.reward_stats)
+
+    def _standing(self, kind: str) -> list[tuple[str, int]]:
+        return list(standing(self.config.active_rewards, kind).items())
+
+    def _judges(self, name: str, n: int, pools: dict[str, ResourcePool]) -> list[ActorHandle]:
+        section = self.config.active_rewards[name]
+        role = f"reward/{name}"
+        return [
+            start_engine(
+                judge_engine(name, section, self.config, self.run, i),
+                pools[role],
+                self.run,
+                name=role,
+            )
+            for i in range(n)
+        ]
+
+    def _scorers(self, name: str, n: int, pools: dict[str, ResourcePool]) -> list[ActorHandle]:
+        section = self.config.active_rewards[name]
+        role = f"reward/{name}"
+        return [
+            remote(ScorerActor)
+            .options(
+                name=f"{self.run.run_id}/{role}/{i}",
+                namespace=NAMESPACE,
+                **pools[role].options(i, threads=section.threads),
+            )
+            .remote(ScorerSpec(name, i, section, self.run.device))
+            for i in range(n)
+        ]
+
+    def _beside_driver(self, role: str) -> dict[str, Any]:
+        """The ledger lies on the driver's disk, so the rollouter runs on the driver's node."""
+        node = ray.get_runtime_context().get_node_id()
+        return {
+            "num_cpus": 0,
+            "name": f"{self.run.run_id}/{role}/0",
+            "namespace": NAMESPACE,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+            "runtime_env": {"env_vars": process_env(1, gpu=False)},
+        }
+
+    async def stop(self) -> None:
+        """Asks the rollouter and trainer to finish, then ends every process."""
+        last = [h.stop.remote() for h in [self.rollouter] if h is not None]
+        last += [h.close.remote() for h in [self.trainer] if h is not None]
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                await asyncio.gather(*last, return_exceptions=True)
+        except TimeoutError:
+            log.warning("rollouter and trainer did not stop within %.0f s", STOP_SECONDS)
+        for handle in [*self.handles, self.rollouter, self.trainer]:
+            if handle is not None:
+                ray.kill(handle)
+
+
+def _leave(pools: dict[str, ResourcePool]) -> None:
+    remove_pools(pools)
+    ray.shutdown()

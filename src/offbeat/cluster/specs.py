@@ -1,0 +1,97 @@
+"""What each replica is built from: plain values, so that they travel to an actor's process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from offbeat.config import Config, RewardSourceSection
+from offbeat.records import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """A generating replica: of the policy, or of a judge."""
+
+    model_path: str
+    role: str
+    replica: int
+    seats: int
+    max_context: int
+    seed: int
+    dtype: str
+    device: str
+    on_update: str
+    threads: int
+    lineage: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerSpec:
+    """A replica of a discriminative reward model."""
+
+    name: str
+    replica: int
+    section: RewardSourceSection
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """What identifies one start of a run."""
+
+    run_id: str
+    device: str
+    publish_folder: Path
+    lineage: int = 0
+
+
+def policy_engine(config: Config, run: RunSpec, replica: int) -> EngineSpec:
+    """The spec of rollout engine `replica`."""
+    rollout = config.rollout
+    return EngineSpec(
+        model_path=str(config.model.path),
+        role="rollout",
+        replica=replica,
+        seats=rollout.seats,
+        max_context=rollout.max_context,
+        seed=config.seed,
+        dtype=rollout.dtype,
+        device=run.device,
+        on_update=rollout.on_update,
+        threads=rollout.threads,
+        lineage=run.lineage,
+    )
+
+
+def judge_engine(
+    name: str, section: RewardSourceSection, config: Config, run: RunSpec, replica: int
+) -> EngineSpec:
+    """The spec of replica `replica` of a judge that stands on its own pool."""
+    return EngineSpec(
+        model_path=str(section.model),
+        role=f"reward/{name}",
+        replica=replica,
+        seats=section.seats,
+        max_context=section.max_context,
+        seed=config.seed,
+        dtype=section.dtype,
+        device=run.device,
+        on_update="recompute",
+        threads=section.threads,
+    )
+
+
+def first_version(run: RunSpec) -> PolicyVersion:
+    """The version of the weights that a start begins with."""
+    return PolicyVersion(run.lineage, 0)
+
+
+def standing(sources: Mapping[str, RewardSourceSection], kind: str) -> dict[str, int]:
+    """Sources of `kind` that stand on a pool of their own, with their replicas."""
+    return {
+        name: section.replicas
+        for name, section in sources.items()
+        if section.kind == kind and section.base_url is None
+    }

@@ -1,0 +1,236 @@
+"""What a run tells the world: console lines, metrics.jsonl, sample files and the summary."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from offbeat.records import Batch, Reward, Span
+from offbeat.track.console import Console
+from offbeat.track.metrics import MetricsWriter
+from offbeat.track.samples import SampleWriter
+from offbeat.track.summary import RunStats, build_summary, write_summary
+
+
+class StepFacts(Protocol):
+    """What the recorder reads of a trainer's step."""
+
+    @property
+    def applied(self) -> bool: ...
+    @property
+    def loss(self) -> float: ...
+    @property
+    def grad_norm(self) -> float: ...
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def no_signal(self) -> tuple[int, ...]: ...
+    @property
+    def staleness(self) -> tuple[int, ...]: ...
+    @property
+    def ratio_mean(self) -> float: ...
+    @property
+    def clip_fraction(self) -> float: ...
+    @property
+    def logprob_diff_mean(self) -> float: ...
+    @property
+    def logprob_diff_p99(self) -> float: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+class SyncFacts(Protocol):
+    """What the recorder reads of one engine's part of a publication."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def replica(self) -> int: ...
+    @property
+    def start(self) -> float: ...
+    @property
+    def end(self) -> float: ...
+    @property
+    def acknowledged(self) -> bool: ...
+
+
+class TallyFacts(Protocol):
+    """What the recorder reads of the rollouter's numbers since the last step."""
+
+    @property
+    def generated_tokens(self) -> int: ...
+    @property
+    def loop_lag_seconds(self) -> float: ...
+
+
+class Recorder:
+    """Feeds every sink. None of its methods raises into training.
+
+    `replicas` says how many processes compute for a role (for shares of time).
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        bound: int,
+        total_steps: int | None,
+        stream: TextIO | None,
+        replicas: Mapping[str, int],
+    ) -> None:
+        self.run_dir = run_dir
+        self.started = time.time()
+        self._replicas = replicas
+        self._metrics = MetricsWriter(run_dir)
+        self._samples = SampleWriter(run_dir)
+        self._stats = RunStats(bound, self.started)
+        self._console = Console(total_steps, stream, replicas=replicas)
+
+    @staticmethod
+    def clock() -> float:
+        """Seconds of `time.time()`."""
+        return time.time()
+
+    def say(self, message: str) -> None:
+        """One line on the console and one event in the metrics."""
+        self._console.say(message)
+        self._metrics.event(message)
+
+    def step(
+        self,
+        batch: Batch,
+        result: StepFacts,
+        wait_seconds: float,
+        counts: Mapping[str, Any],
+        spans: Sequence[Span],
+        reports: Sequence[SyncFacts],
+        tally: TallyFacts,
+    ) -> None:
+        """One trainer step: its line, its record, its samples."""
+        self.tail(spans, reports, None)
+        means, statuses = reward_record(batch)
+        staleness = result.staleness
+        record: dict[str, Any] = {
+            "type": "step",
+            "step": batch.step,
+            "time": time.time(),
+            "version": str(batch.step),
+            "seconds": result.seconds,
+            "wait_seconds": wait_seconds,
+            "reward": means,
+            **statuses,
+            "staleness": {
+                "mean": sum(staleness) / len(staleness) if staleness else None,
+                "max": max(staleness, default=None),
+                "histogram": {str(k): n for k, n in sorted(Counter(staleness).items())},
+            },
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": result.learning_rate,
+            "ratio_mean": result.ratio_mean,
+            "clip_fraction": result.clip_fraction,
+            "logprob_diff_mean": result.logprob_diff_mean,
+            "logprob_diff_p99": result.logprob_diff_p99,
+            "tokens": result.tokens,
+            "generated_tokens": tally.generated_tokens,
+            "groups": len(batch.groups),
+            "no_signal": len(result.no_signal),
+            "applied": result.applied,
+            "groups_counts": dict(counts),
+            "loop_lag_ms": 1000 * tally.loop_lag_seconds,
+        }
+        self._metrics.write(record)
+        self._stats.step(record)
+        self._console.step(record)
+        self._samples.write(batch)
+
+    def tail(
+        self, spans: Sequence[Span], reports: Sequence[SyncFacts], tally: TallyFacts | None
+    ) -> None:
+        """Spans and weight syncs since the last step."""
+        self._metrics.spans(spans)
+        self._stats.spans(spans)
+        self._console.spans(spans)
+        for report in reports:
+            record = {
+                "type": "sync",
+                "version": report.version,
+                "replica": report.replica,
+                "start": report.start,
+                "end": report.end,
+                "acknowledged": report.acknowledged,
+                "pause_seconds": _pause(spans, report),
+            }
+            self._metrics.write(record)
+            self._stats.sync(record)
+
+    def books(self, counts: Mapping[str, Any]) -> None:
+        """The ledger's counts at the end, also of a failed run."""
+        self._stats.groups = dict(counts)
+
+    def validation(self, version: int, metrics: Mapping[str, float]) -> None:
+        """A validation pinned to one version."""
+        record = {
+            "type": "validation",
+            "step": version,
+            "version": str(version),
+            "metrics": dict(metrics),
+        }
+        self._metrics.write(record)
+        self._stats.validation(record)
+        self._console.validation(record)
+
+    def close(self, status: str, error: str | None = None) -> dict[str, Any]:
+        """Writes summary.json and ends the writers; returns the summary."""
+        self._samples.close()
+        self._metrics.close()
+        summary = build_summary(
+            self._stats, status=status, now=time.time(), error=error, replicas=self._replicas
+        )
+        write_summary(self.run_dir, summary)
+        return summary
+
+
+def reward_record(batch: Batch) -> tuple[dict[str, float | None], dict[str, Any]]:
+    """Means by source over scored values only, and counts of the three outcomes by source."""
+    totals: list[float] = []
+    by_source: dict[str, list[Reward]] = {}
+    for group in batch.groups:
+        for sample in group.samples:
+            if sample.total is not None:
+                totals.append(sample.total)
+            for name, reward in sample.rewards.items():
+                by_source.setdefault(name, []).append(reward)
+    means = {"total": _mean(totals)} | {
+        name: _mean([r.value for r in rewards if r.value is not None])
+        for name, rewards in by_source.items()
+    }
+    outcomes: dict[str, Any] = {}
+    for name, rewards in by_source.items():
+        causes = Counter(r.cause or "unknown" for r in rewards if r.status == "failed")
+        outcomes[name] = {
+            "scored": sum(r.status == "scored" for r in rewards),
+            "abstained": sum(r.status == "abstained" for r in rewards),
+            "failed": dict(causes),
+        }
+    return means, {"scored": outcomes}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _pause(spans: Sequence[Span], report: SyncFacts) -> float:
+    """Seconds in which the engine generated nothing for this load, from its own spans."""
+    return sum(
+        span.end - span.start
+        for span in spans
+        if span.kind == "pause"
+        and span.replica == report.replica
+        and span.version == report.version
+    ) or (report.end - report.start)
