@@ -46,7 +46,7 @@ def test_a_step_says_all_of_it_within_120_columns() -> None:
         Span("reward/judge", 0, "score", 1000, 1010, 9.4),
         Span("reward/scorer", 0, "score", 990, 1002, 12),
     ]
-    lines = lines_of(record(12), spans)
+    lines = lines_of(record(11), spans)
     assert max(map(len, lines)) <= 120
     assert lines[0] == (
         "step  12/200  reward 0.61 (judge 0.55, scorer -, correct 0.40)  stale 0.8/2  "
@@ -77,7 +77,7 @@ def test_a_validation_has_its_line_and_is_on_the_next_steps_line() -> None:
 def test_time_left_follows_the_pace_and_is_unknown_without_an_end() -> None:
     clock, stream = Clock(), io.StringIO()
     console = Console(10, stream, clock=clock)
-    for step in range(1, 11):
+    for step in range(10):
         clock.now += 6
         console.step(record(step))
     lines = [line for line in stream.getvalue().splitlines() if line.startswith("step")]

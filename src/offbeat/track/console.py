@@ -29,7 +29,7 @@ Record = Mapping[str, Any]
 class Console:
     """Writes lines to `stream`, or to this module's logger (level info) if it is None.
 
-    `total_steps` is the run's last step (None: unknown). `clock` gives seconds of `time.time()`.
+    `total_steps` is the number of steps (None: unknown). `clock` gives seconds of `time.time()`.
     """
 
     def __init__(
@@ -70,21 +70,22 @@ class Console:
             self.say(f"validation of version {record['version']}: {shown}")
 
     def step(self, record: Record) -> None:
-        """The line of one step, from its step record; see `RunStats` for what that holds."""
+        """The line of one step, from its step record. Step 0 is the first: it shows as step 1/N."""
         with self._boundary:
             now = self._clock()
             wall = max(now - self._last, 1e-9)
             shares = busy(list(self._spans), self._last, now, self._replicas)
             waits = min(1.0, record["wait_seconds"] / wall)
             self._paces.append(wall)
-            facts = [self._place(record["step"]), _rewards(record["reward"])]
+            done = record["step"] + 1
+            facts = [self._place(done), _rewards(record["reward"])]
             if self._validation is not None:
                 facts.append(f"acc {_number(self._validation)}")
                 self._validation = None
             facts += [
                 _staleness(record["staleness"]),
                 f"{_count(record['tokens'] / wall)} tok/s",
-                self._times(record["step"], now),
+                self._times(done, now),
             ]
             if shares:
                 computes = (f"{short(role)} {_percent(shares[role])}" for role in sorted(shares))
@@ -102,17 +103,17 @@ class Console:
         self._spans.clear()
         self._spans.extend(later)
 
-    def _place(self, step: int) -> str:
+    def _place(self, done: int) -> str:
         if self._total is None:
-            return f"step {step}"
-        return f"step {step:>{len(str(self._total))}}/{self._total}"
+            return f"step {done}"
+        return f"step {done:>{len(str(self._total))}}/{self._total}"
 
-    def _times(self, step: int, now: float) -> str:
+    def _times(self, done: int, now: float) -> str:
         elapsed = duration(now - self._started)
         if self._total is None:
             return elapsed
         pace = sum(self._paces) / len(self._paces)
-        return f"{elapsed}, {duration(max(0, self._total - step) * pace)} left"
+        return f"{elapsed}, {duration(max(0, self._total - done) * pace)} left"
 
     def _write(self, *facts: str) -> None:
         lines = wrap(facts, self._width)
