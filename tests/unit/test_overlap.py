@@ -79,7 +79,7 @@ def brute(all_spans: list[Span], start: int, end: int) -> dict[str, float]:
     }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(spans(), st.integers(0, HORIZON), st.integers(0, HORIZON))
 def test_overlap_is_what_cell_by_cell_counting_gives(
     all_spans: list[Span], one: int, other: int
@@ -88,7 +88,7 @@ def test_overlap_is_what_cell_by_cell_counting_gives(
     assert overlap(all_spans, start, end) == pytest.approx(brute(all_spans, start, end), abs=1e-9)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(spans(), st.integers(0, HORIZON - 1), st.integers(1, HORIZON))
 def test_busy_is_what_cell_by_cell_counting_gives(
     all_spans: list[Span], start: int, length: int

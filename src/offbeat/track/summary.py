@@ -134,7 +134,8 @@ def build_summary(
     """The summary as a dict of plain values. `now` is in seconds of `time.time()`.
 
     With an `error` (a failed run) the keys `error` and `last_good_step` are added; the latter is
-    by default the newest step (the first is 0) whose update was applied. `replicas` is that of `overlap.busy`.
+    by default the newest step (the first is 0) whose update was applied. `replicas`
+    is that of `overlap.busy`.
     """
     steps = [stats.steps[step] for step in sorted(stats.steps)]
     wall = max(0.0, now - stats.started)
