@@ -1,0 +1,193 @@
+"""What goes into a trainer step and what comes out of it: plain values and numpy arrays.
+
+The invariant: a sample keeps its own payload, reward and advantage. One without a reward is left
+out and shifts no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from offbeat.advantage import group_advantages
+from offbeat.config import TrainSection
+from offbeat.errors import RunFailed
+from offbeat.loss import LossTerms
+from offbeat.records import Batch, Payload
+from offbeat.train.batching import MicroBatch, Trajectory
+
+Number = TypeVar("Number", np.float32, np.int32)
+RATIO_BAND = (0.9, 1.1)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSamples:
+    """A batch's samples with a reward.
+
+    `tokens` counts the completion tokens of all of them: the mean's denominator. `trajectories`
+    are those to compute (all, or those with advantage != 0), and the arrays (N,) belong to the
+    concatenation of their completions. `ordinals` and `staleness` are per sample with a reward,
+    in the batch's order; `no_signal` names the groups whose advantages are all 0.
+    """
+
+    trajectories: list[Trajectory]
+    behaviour: NDArray[np.float32]
+    advantages: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    tokens: int
+    ordinals: tuple[int, ...]
+    staleness: tuple[int, ...]
+    no_signal: tuple[int, ...]
+    groups: int
+    rewards: tuple[float, ...]
+    sample_advantages: tuple[float, ...]
+
+    @property
+    def has_signal(self) -> bool:
+        """Some group's advantages differ from 0."""
+        return len(self.no_signal) < self.groups
+
+    def check_staleness(self, bound: int) -> None:
+        """Raises `RunFailed` naming the ordinal, if a sample is staler than the bound."""
+        for ordinal, staleness in zip(self.ordinals, self.staleness, strict=True):
+            if not 0 <= staleness <= bound:
+                raise RunFailed(
+                    f"prompt {ordinal} reached the trainer with staleness {staleness}, outside "
+                    f"0 to train.max_staleness = {bound}: nothing was trained on it"
+                )
+
+
+def gather(batch: Batch, payloads: Sequence[Sequence[Payload]], train: TrainSection) -> StepSamples:
+    """Pairs samples with payloads and advantages; see `StepSamples`."""
+    kept: list[tuple[Payload, float, Trajectory]] = []
+    ordinals, staleness, no_signal = [], [], []
+    rewards, values, tokens = [], [], 0
+    for group, group_payloads in zip(batch.groups, payloads, strict=True):
+        advantages = group_advantages(
+            [sample.total for sample in group.samples],
+            algorithm=train.algorithm,
+            eps=train.advantage_eps,
+            min_scored=train.min_scored,
+        )
+        if not advantages.signal:
+            no_signal.append(group.prompt.ordinal)
+        triples = zip(group.samples, group_payloads, advantages.values, strict=True)
+        for sample, payload, advantage in triples:
+            if sample.total is None:
+                continue
+            _check_aligned(payload, group.prompt.ordinal)
+            tokens += len(payload.token_ids)
+            ordinals.append(group.prompt.ordinal)
+            staleness.append(batch.step - int(payload.versions.min()))
+            rewards.append(sample.total)
+            values.append(float(advantage))
+            if advantage != 0.0 or train.on_no_signal == "train":
+                trajectory = Trajectory(group.prompt.token_ids, payload.token_ids)
+                kept.append((payload, float(advantage), trajectory))
+    lengths = [len(payload.token_ids) for payload, _, _ in kept]
+    return StepSamples(
+        trajectories=[trajectory for _, _, trajectory in kept],
+        behaviour=_joined([p.logprobs for p, _, _ in kept], np.float32),
+        advantages=np.repeat(np.array([a for _, a, _ in kept], dtype=np.float32), lengths),
+        versions=_joined([p.versions for p, _, _ in kept], np.int32),
+        tokens=tokens,
+        ordinals=tuple(ordinals),
+        staleness=tuple(staleness),
+        no_signal=tuple(no_signal),
+        groups=len(batch.groups),
+        rewards=tuple(rewards),
+        sample_advantages=tuple(values),
+    )
+
+
+def _check_aligned(payload: Payload, ordinal: int) -> None:
+    lengths = {len(payload.token_ids), len(payload.logprobs), len(payload.versions)}
+    if len(lengths) != 1 or 0 in lengths:
+        raise RunFailed(
+            f"a sample of prompt {ordinal} has {len(payload.token_ids)} tokens, "
+            f"{len(payload.logprobs)} log-probs and {len(payload.versions)} versions: all must "
+            f"be the same number, at least 1"
+        )
+
+
+def _joined(parts: list[NDArray[Number]], kind: type[Number]) -> NDArray[Number]:
+    return np.concatenate([np.zeros(0, kind), *parts]).astype(kind)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step did.
+
+    `tokens`: completion tokens of all samples with a reward. `computed`: input tokens that went
+    through the model, each shared prefix once, padding not counted; `micro_batches` of them.
+    `loss`: mean over `tokens`; `grad_norm`: before clipping. Over the computed completion tokens:
+    `ratio_mean` and `ratio_outside` (share outside 0.9 to 1.1) of pi / mu before the update,
+    `clip_fraction`; and `logprob_diff_*` of |trainer - engine| in nats, only over tokens that the
+    current version made, so that it measures the engine and not the policy's change. NaN where
+    there are no such tokens.
+    """
+
+    step: int
+    applied: bool
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    computed: int
+    micro_batches: int
+    no_signal: tuple[int, ...]
+    staleness: tuple[int, ...]
+    ratio_mean: float
+    ratio_outside: float
+    clip_fraction: float
+    logprob_diff_mean: float
+    logprob_diff_p99: float
+    logprob_diff_max: float
+    reward_mean: float
+    advantage_mean: float
+    advantage_abs_mean: float
+    seconds: float
+
+
+@dataclass(slots=True)
+class TokenStatistics:
+    """Collects over a step's micro-batches what `StepResult` says about tokens."""
+
+    ratios: list[Tensor] = field(default_factory=list)
+    clipped: list[Tensor] = field(default_factory=list)
+    mismatches: list[Tensor] = field(default_factory=list)
+    computed: int = 0
+
+    def add(self, terms: LossTerms, mismatches: Tensor, micro: MicroBatch) -> None:
+        """One micro-batch: its loss terms, and |trainer - engine| of the current version's."""
+        self.ratios.append(terms.ratios)
+        self.clipped.append(terms.clipped_count)
+        self.mismatches.append(mismatches)
+        self.computed += micro.computed
+
+    def values(self) -> dict[str, float]:
+        """The token fields of `StepResult` by name."""
+        nothing = [torch.zeros(0)]
+        ratios = torch.cat(self.ratios or nothing).double().cpu().numpy()
+        diffs = torch.cat(self.mismatches or nothing).double().cpu().numpy()
+        outside = (ratios < RATIO_BAND[0]) | (ratios > RATIO_BAND[1])
+        clipped = sum(int(count) for count in self.clipped)
+        return {
+            "ratio_mean": mean(ratios),
+            "ratio_outside": mean(outside),
+            "clip_fraction": clipped / len(ratios) if len(ratios) else float("nan"),
+            "logprob_diff_mean": mean(diffs),
+            "logprob_diff_p99": float(np.quantile(diffs, 0.99)) if len(diffs) else float("nan"),
+            "logprob_diff_max": float(diffs.max()) if len(diffs) else float("nan"),
+        }
+
+
+def mean(values: NDArray[Any] | Sequence[float]) -> float:
+    """The mean; NaN of nothing."""
+    return float(np.mean(values)) if len(values) else float("nan")
