@@ -1,0 +1,107 @@
+"""Group statistics: rewards of one group become advantages.
+
+The invariant: only rewards that are there count. A missing reward (None: failed or abstained)
+enters no mean and no deviation, gets advantage 0 and a False in the mask, and shifts nobody.
+Pure numpy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+Algorithm = Literal["grpo", "dr_grpo", "rloo"]
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """Advantages of one group, aligned with its rewards.
+
+    `values` (float64) are finite, and 0.0 where `mask` is False: no reward was there. `scored` is
+    how many were. `enough` says whether these are at least `min_scored`; if not, the group is to
+    be discarded. `signal` is False if all values are 0: too few rewards, or all equal. `mean` is
+    that of the present rewards, NaN if there are none; `std` is their sample deviation (divisor
+    n - 1), 0.0 for fewer than two.
+    """
+
+    values: NDArray[np.float64]
+    mask: NDArray[np.bool_]
+    scored: int
+    enough: bool
+    signal: bool
+    mean: float
+    std: float
+
+
+def group_advantages(
+    rewards: Sequence[float | None],
+    *,
+    algorithm: Algorithm,
+    eps: float = 1e-4,
+    min_scored: int = 2,
+) -> Advantages:
+    """The advantages of one group's samples.
+
+    Args:
+        rewards: one per sample, None where a sample has none.
+        algorithm: `grpo`: (r - mean) / (std + eps), arXiv 2402.03300, with the sample deviation;
+            `dr_grpo`: r - mean, arXiv 2503.20783; `rloo`: r - mean of the others,
+            arXiv 2402.14740.
+        eps: in the rewards' unit, >= 0; only `grpo` uses it.
+        min_scored: with fewer rewards than this (and always with fewer than two), all
+            advantages are 0.
+
+    Raises:
+        ValueError: a reward is not finite (by now a failure must be None) or so large that the
+            result is not; an argument is out of range.
+    """
+    if algorithm not in get_args(Algorithm):
+        raise ValueError(f"algorithm must be one of {get_args(Algorithm)}, got {algorithm!r}")
+    if not 0.0 <= eps < math.inf or min_scored < 1:
+        raise ValueError(f"eps must be >= 0 and min_scored >= 1, got {eps} and {min_scored}")
+    for i, reward in enumerate(rewards):
+        if reward is not None and not math.isfinite(reward):
+            raise ValueError(f"reward {i} is {reward}: a failure must be None, not a number")
+    mask = np.array([reward is not None for reward in rewards], dtype=np.bool_)
+    present = [float(reward) for reward in rewards if reward is not None]
+    n = len(present)
+    mean, std, centred = _moments(present)
+    values = np.zeros(len(rewards), dtype=np.float64)
+    enough = n >= min_scored
+    signal = enough and n >= 2 and min(present) < max(present)
+    if signal:
+        values[mask] = _scaled(centred, algorithm, std + eps)
+    if not (np.isfinite(values).all() and math.isfinite(std)):
+        raise ValueError(f"rewards {present} give advantages that are not finite")
+    return Advantages(values, mask, n, enough, signal, mean, std)
+
+
+def _moments(present: list[float]) -> tuple[float, float, NDArray[np.float64]]:
+    """Mean, sample deviation and centred rewards; exact sums, so that order does not matter."""
+    n = len(present)
+    if n == 0:
+        return math.nan, 0.0, np.zeros(0)
+    if min(present) == max(present):
+        return present[0], 0.0, np.zeros(n)
+    largest = max(abs(reward) for reward in present)
+    scale = math.ldexp(1.0, math.frexp(largest)[1] - 1)  # a power of two: exact, no overflow
+    mean = math.fsum(reward / scale for reward in present) / n
+    centred = [reward / scale - mean for reward in present]
+    std = math.sqrt(math.fsum(c * c for c in centred) / (n - 1))
+    with np.errstate(over="ignore"):
+        return mean * scale, std * scale, np.array(centred) * scale
+
+
+def _scaled(
+    centred: NDArray[np.float64], algorithm: Algorithm, spread: float
+) -> NDArray[np.float64]:
+    if algorithm == "grpo":
+        return centred / spread
+    if algorithm == "rloo":  # r - mean of the others = (r - mean) * n / (n - 1)
+        return centred * (len(centred) / (len(centred) - 1))
+    return centred
