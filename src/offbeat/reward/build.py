@@ -1,0 +1,53 @@
+"""Builds a reward source from its section and from the replicas that the caller placed.
+
+The caller makes engines and scorers on the source's own pool, starts them before the source and
+stops them after it; the source only uses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+from offbeat.config import RewardSourceSection
+from offbeat.errors import UserError
+from offbeat.reward.disrm import DisRM
+from offbeat.reward.function import FunctionSource
+from offbeat.reward.genrm import EngineBackend, Generator, GenRM, HttpBackend
+from offbeat.reward.source import RewardSource, Scorer
+
+
+def build_source(
+    name: str,
+    section: RewardSourceSection,
+    *,
+    base: Path | None = None,
+    engines: Sequence[Generator] | None = None,
+    scorers: Sequence[Scorer] | None = None,
+    tokenizer_path: str | Path | None = None,
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> RewardSource:
+    """The source, not started. `base` is where function files are looked up (the current folder).
+
+    genrm without base_url needs `engines` (and reads the judge's tokenizer from `tokenizer_path`,
+    default `model`); disrm needs `scorers`; `transport` replaces the network of a base_url.
+    """
+    if section.kind == "function":
+        return FunctionSource(name, section, base or Path.cwd())
+    if section.kind == "disrm":
+        if not scorers:
+            raise UserError(f"reward.{name}: a disrm needs scorers on a pool of its own")
+        return DisRM(name, section, scorers)
+    if section.base_url is not None:
+        return GenRM(name, section, HttpBackend(section, name=name, transport=transport))
+    tokenizer = tokenizer_path or section.model
+    if tokenizer is None:
+        raise UserError(
+            f"reward.{name}.model is missing; set it to the judge's directory, "
+            "or base_url to a server's address"
+        )
+    if not engines:
+        raise UserError(f"reward.{name}: a genrm needs engines on a pool of its own, or a base_url")
+    return GenRM(name, section, EngineBackend(engines, tokenizer, section, name=name))
