@@ -270,6 +270,9 @@ class Config(Section):
     """A whole run."""
 
     run: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="name; the folder under runs_dir")
+    base_dir: Path = Field(
+        Path("."), description="where package.module:name is looked up; default: the file's folder"
+    )
     runs_dir: Path = Field(Path("runs"), description="where run directories lie")
     seed: int = Field(0, description="of order, engines and everything random")
     model: ModelSection

@@ -171,7 +171,7 @@ def _step(
     if names[1] in new_sources:
         return (key, names[1]), inner
     there = ", ".join(sources) or "none"
-    raise UserError(f"{option} names no reward source of the file; there are: {there}")
+    raise UserError(f"{option} names no reward source of the file, which has: {there}")
 
 
 def _typed(field: FieldInfo, text: str | None, option: str) -> Any:

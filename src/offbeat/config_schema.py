@@ -81,7 +81,7 @@ def nearest(name: str, schema: type[Section], place: tuple[str, ...]) -> str:
     if not close:
         for title, _, rows in settings_of(Config):
             if any(row[0] == wanted for row in rows) and schema is not Config:
-                return f"; {wanted} belongs to {title}"
+                return f"; {wanted} belongs to {title.replace('Top level', 'the top level')}"
     close = close or difflib.get_close_matches(wanted, here, 1, 0.0) or here[:1]
     return f"; did you mean {'.'.join((*place, close[0]))}?"
 

@@ -214,7 +214,7 @@ def load_prompts(config: Config, tokenizer: Tokenizer, split: Split) -> PromptSe
             raise UserError(f"{path} line {row.line} has an empty prompt; mend or remove that line")
         if len(token_ids) <= room:
             kept.append(row)
-            prompts.append(_prompt(config, row, text, token_ids))
+            prompts.append(make_prompt(config, row, text, token_ids))
         elif config.data.on_overlong == "skip":
             skipped.append(row.line)
         else:
@@ -330,7 +330,16 @@ def _adds_bos(tokenizer: Tokenizer, bos: int) -> bool:
     return bool(with_special[:1] == [bos] and without[:1] != [bos])
 
 
-def _prompt(config: Config, row: Row, text: str, token_ids: IntArray) -> Prompt:
+def plain_prompt(config: Config, row: Row) -> Prompt:
+    """A prompt as reward functions see it, without a tokenizer: messages by their contents."""
+    messages = _messages_of(config, row)
+    said = [message["content"] for message in messages or ()]
+    text = "\n".join(said) if said else str(row.columns[config.data.prompt_column])
+    return make_prompt(config, row, text, np.zeros(0, dtype=np.int32))
+
+
+def make_prompt(config: Config, row: Row, text: str, token_ids: IntArray) -> Prompt:
+    """A prompt of a row, with the ordinal still to be set."""
     data, messages = config.data, _messages_of(config, row)
     question = row.columns.get(data.question_column)
     if question is None and messages is not None:

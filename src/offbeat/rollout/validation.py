@@ -74,13 +74,15 @@ async def run_check(
     """The checker's scores; a plain function runs in a thread, so that the loop stays free."""
     if not prompts:
         return []
-    columns = columns_of(prompts)
+    columns = _accepted(check, columns_of(prompts))
     texts = [prompt.text for prompt in prompts]
     try:
         if inspect.iscoroutinefunction(check):
             scores = await check(texts, list(completions), **columns)
         else:
             scores = await asyncio.to_thread(check, texts, list(completions), **columns)
+            if inspect.isawaitable(scores):
+                scores = await scores
     except Exception as error:  # the user's function may raise anything
         raise UserError(
             f"validate.function raised {type(error).__name__}: {error}; it must return a score "
@@ -90,7 +92,7 @@ async def run_check(
 
 
 def as_scores(scores: object, wanted: int, who: str) -> list[float | None]:
-    """A function's return value as scores; `UserError` when it is not a list of `wanted` of them."""
+    """A function's return value as scores; `UserError` when it is not `wanted` numbers or None."""
     try:
         found = [None if score is None else float(score) for score in scores]  # type: ignore[attr-defined]
     except (TypeError, ValueError):
@@ -110,6 +112,14 @@ def columns_of(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
     columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
     columns.setdefault("reference", [prompt.reference for prompt in prompts])
     return columns
+
+
+def _accepted(check: Check, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The columns that the checker's signature takes: all with `**columns`, else those it names."""
+    parameters = list(inspect.signature(check).parameters.values())
+    every = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    names = {p.name for p in parameters[2:]}
+    return {k: v for k, v in columns.items() if (k.isidentifier() if every else k in names)}
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,0 +1,157 @@
+"""The command line: init, check, train, eval, plot.
+
+Exit codes: 0 done; 2 something that the user mends, said in one sentence on stderr; 1 a run that
+failed or an error of ours; 130 interrupted. torch and Ray are imported by train and eval only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib import resources
+from pathlib import Path
+
+import offbeat
+from offbeat.config_file import load_config
+from offbeat.errors import OffbeatError, UserError
+
+STARTER = ("run.toml", "rewards.py", "train.jsonl", "validation.jsonl")
+
+Command = Callable[[argparse.Namespace, list[str]], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    options, overrides = _parser().parse_known_args(arguments)
+    command: Command = options.command
+    try:
+        if overrides and options.config is None:
+            raise UserError(
+                f"unexpected argument {overrides[0]}; see offbeat {options.name} --help"
+            )
+        return command(options, overrides)
+    except KeyboardInterrupt:
+        print("offbeat: interrupted", file=sys.stderr)
+        return 130
+    except (OffbeatError, ExceptionGroup) as error:
+        known = _known(error)
+        if known is None:
+            traceback.print_exc()
+            return 1
+        print(f"offbeat: {' '.join(str(known).split())}", file=sys.stderr)
+        return 2 if isinstance(known, UserError) else 1
+    except Exception:  # the last line of defence: an error of ours keeps its traceback
+        traceback.print_exc()
+        return 1
+
+
+def _known(error: Exception) -> OffbeatError | None:
+    """The error of ours inside a group; None if anything unexpected is in it."""
+    if isinstance(error, ExceptionGroup):
+        _, unexpected = error.split(OffbeatError)
+        inner = error.exceptions[0]
+        return None if unexpected else _known(inner)
+    return error if isinstance(error, OffbeatError) else None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="offbeat",
+        description=offbeat.__doc__,
+        epilog="exit codes: 0 done, 2 yours to mend (one sentence), 1 failed, 130 interrupted",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"offbeat {offbeat.__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def add(name: str, run: Command, help: str, *, config: bool = True) -> argparse.ArgumentParser:
+        epilog = "any setting can follow the file: --section.key value" if config else None
+        sub = commands.add_parser(
+            name, help=help, description=help, epilog=epilog, allow_abbrev=False
+        )
+        sub.set_defaults(command=run, name=name, config=None)
+        if config:
+            sub.add_argument("config", type=Path, metavar="CONFIG", help="TOML file of the run")
+        return sub
+
+    init = add("init", _init, "write a starter configuration, reward and data", config=False)
+    init.add_argument("folder", type=Path, metavar="DIR", help="created if missing")
+    init.add_argument("--model", type=Path, help="model directory to put into the configuration")
+    add("check", _check, "say all that a run would do, and what is wrong; starts nothing")
+    add("train", _train, "check and train")
+    evaluate = add("eval", _eval, "greedy validation of a model directory")
+    evaluate.add_argument("--model", type=Path, help="model directory; default: [model].path")
+    plot = add("plot", _plot, "draw a run's curves", config=False)
+    plot.add_argument("run_dir", type=Path, metavar="RUN", help="a run's directory")
+    plot.add_argument("-o", "--out", type=Path, required=True, help="PNG file to write")
+    return parser
+
+
+def _init(options: argparse.Namespace, overrides: list[str]) -> int:
+    folder: Path = options.folder
+    there = [name for name in STARTER if (folder / name).exists()]
+    if there:
+        raise UserError(f"{folder / there[0]} exists already; choose another directory")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in STARTER:
+            text = resources.files("offbeat").joinpath("templates", name).read_text("utf-8")
+            if name == "run.toml" and options.model is not None:
+                text = text.replace('"models/actor"', f'"{options.model.resolve().as_posix()}"')
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{folder} cannot be written: {error}") from None
+    config = folder / STARTER[0]
+    if options.model is None:
+        print(f"wrote {', '.join(STARTER)} to {folder}; set [model].path in {config}, then:")
+    else:
+        print(f"wrote {', '.join(STARTER)} to {folder}; next:")
+    print(f"  offbeat check {config}\n  offbeat train {config}")
+    return 0
+
+
+def _check(options: argparse.Namespace, overrides: list[str]) -> int:
+    from offbeat.cli_check import preflight
+
+    config = load_config(options.config, overrides)
+    preflight(config, print)
+    print("\nready: nothing was started")
+    return 0
+
+
+def _train(options: argparse.Namespace, overrides: list[str]) -> int:
+    from offbeat.cli_check import preflight
+
+    config = load_config(options.config, overrides)
+    preflight(config, lambda line: None)
+    from offbeat.cluster import launch
+
+    return launch.train(config)
+
+
+def _eval(options: argparse.Namespace, overrides: list[str]) -> int:
+    from offbeat.cli_eval import evaluate
+
+    config = load_config(options.config, overrides, files=False)
+    asyncio.run(evaluate(config, options.model, print))
+    return 0
+
+
+def _plot(options: argparse.Namespace, overrides: list[str]) -> int:
+    if not options.run_dir.is_dir():
+        raise UserError(f"{options.run_dir} is no run directory; name one under runs/")
+    from offbeat.track.plot import plot
+
+    plot(options.run_dir, options.out)
+    print(f"wrote {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

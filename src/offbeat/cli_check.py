@@ -1,0 +1,271 @@
+"""What `check` says and `train` makes sure of before anything starts. Needs neither torch nor Ray.
+
+From cheap to dear: the run's name, devices, rows, reward functions on three rows, external judges
+over HTTP, and last the tokens of every prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import textwrap
+import time
+from collections.abc import Awaitable, Callable, Container, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from offbeat.cluster.plan import (
+    available_devices,
+    check_fits,
+    device_kind,
+    plan_pools,
+    resource_map,
+)
+from offbeat.config import Config, RewardSourceSection, Section
+from offbeat.data import Row, load_prompts, load_tokenizer, plain_prompt, planned_steps, select_rows
+from offbeat.errors import UserError
+from offbeat.records import Prompt, ScoreItem
+from offbeat.reward.loader import call_function, load_function
+from offbeat.reward.template import TemplateFailed, TextTemplate
+from offbeat.rollout.validation import columns_of
+
+Say = Callable[[str], None]
+
+FUNCTION_SHAPE = (
+    "it must take (prompts, completions, **columns) and return a number or None for each completion"
+)
+PROBE_SECONDS = 5.0
+"""How long an external judge may take to answer the probe."""
+
+
+def preflight(config: Config, say: Say) -> None:
+    """Checks everything that can be checked without starting anything; raises `UserError`."""
+    say(settings_text(config))
+    if config.run_dir.exists():
+        raise UserError(f"run name exists: {config.run_dir}; choose another with --run")
+    _check_devices(config, say)
+    _, rows = select_rows(config, "train")
+    held_out = select_rows(config, "validation")[1] if config.data.validation else []
+    _check_functions(config, rows, held_out, say)
+    for name, source in config.active_rewards.items():
+        _check_template(name, source, plain_prompt(config, rows[0]), say)
+        if source.kind == "genrm" and source.base_url is not None:
+            say(f"reward/{name}: {probe_judge(name, source)}")
+    _check_prompts(config, len(rows), bool(held_out), say)
+
+
+_FUNCTION = ("function", "workers")
+_GENRM = ("base_url", "api_key_env", "parser", "scale", "max_tokens", "temperature", "stop")
+_MODEL = [
+    "model",
+    "replicas",
+    "devices_per_replica",
+    "template",
+    "chat",
+    "dtype",
+    "threads",
+    "seats",
+    "max_context",
+]
+_OF_OTHERS: dict[str, tuple[str, ...]] = {
+    "function": (*_MODEL, *_GENRM, "over_length"),
+    "genrm": (*_FUNCTION, "over_length"),
+    "disrm": (*_FUNCTION, *_GENRM),
+}
+
+
+def settings_text(config: Config) -> str:
+    """The resolved settings as TOML, those of unused reward sources left out."""
+    lines: list[str] = []
+
+    def table(title: str, section: Section, hidden: Container[str] = ()) -> None:
+        if title:
+            lines.append(f"\n[{title}]")
+        for name, value in section:
+            if value is None or isinstance(value, (Section, dict)) or name in hidden:
+                continue
+            shown = json.dumps(value, default=str, ensure_ascii=False)
+            lines.append(f"{name} = {shown}")
+
+    table("", config)
+    for name, value in config:
+        if isinstance(value, Section):
+            table(type(config).model_fields[name].alias or name, value)
+    for name, source in config.active_rewards.items():
+        table(f"reward.{name}", source, _OF_OTHERS[source.kind])
+    return "\n".join(lines)
+
+
+def _check_devices(config: Config, say: Say) -> None:
+    kind = device_kind(config)
+    plans = plan_pools(config)
+    say("\n" + resource_map(plans, kind, config))
+    if config.cluster.backend == "local":
+        say("backend local: all of them run in this one process and alternate on its devices")
+        return
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        say(f"RAY_ADDRESS is set: that the pools fit is seen when {address} is joined")
+        return
+    available = available_devices(config, kind)
+    check_fits(plans, available, kind)
+    needed = sum(plan.devices for plan in plans)
+    say(f"{needed} of {available} {'slots' if kind == 'cpu' else 'GPUs'}")
+
+
+def _check_functions(
+    config: Config, rows: Sequence[Row], held_out: Sequence[Row], say: Say
+) -> None:
+    """Loads every function and runs it on three rows with empty, reference and short answers."""
+    found = [
+        (f"reward.{name}.function", source.function, rows)
+        for name, source in config.active_rewards.items()
+        if source.kind == "function" and source.function is not None
+    ]
+    if config.validation.function is not None:
+        found.append(("validate.function", config.validation.function, held_out or rows))
+    if found:
+        say("")
+    for key, spec, of in found:
+        prompts = [plain_prompt(config, row) for row in of[:3]]
+        _try_function(key, spec, config.base_dir, prompts, say)
+
+
+def _try_function(key: str, spec: str, base: Path, prompts: Sequence[Prompt], say: Say) -> None:
+    function = load_function(spec, base, key)
+    texts, columns = [prompt.text for prompt in prompts], columns_of(prompts)
+    kinds: dict[str, list[str]] = {
+        "empty": [""] * len(prompts),
+        "reference": [prompt.reference or "" for prompt in prompts],
+        "short": ["x"] * len(prompts),
+    }
+    failures: list[str] = []
+    for kind, answers in kinds.items():
+        began = time.perf_counter()
+        outcome = call_function(function, texts, answers, columns, run=_run)
+        took = (time.perf_counter() - began) * 1000
+        if outcome.get("cause") == "bad_result":
+            raise UserError(f"{key} = {spec!r} {outcome['reason']}; {FUNCTION_SHAPE}")
+        if "cause" in outcome:
+            shown = f"raised {outcome['reason']}"
+            failures.append(shown)
+        else:
+            values = outcome["values"]
+            failures += [value for value in values if isinstance(value, str)][:1]
+            shown = ", ".join(_shown(value) for value in values)
+        say(f"{key} on {len(prompts)} rows, {kind} answers: {shown} ({took:.1f} ms)")
+    if len(failures) == len(kinds):
+        raise UserError(
+            f"{key} = {spec!r} fails on every kind of answer: {failures[0]}; {FUNCTION_SHAPE}"
+        )
+
+
+def _run(awaitable: Awaitable[Any]) -> Any:
+    async def wait() -> Any:
+        return await awaitable
+
+    return asyncio.run(wait())
+
+
+def _shown(value: float | str | None) -> str:
+    if isinstance(value, str):
+        return value
+    return "no opinion" if value is None else f"{value:g}"
+
+
+def _check_template(name: str, source: RewardSourceSection, prompt: Prompt, say: Say) -> None:
+    """Renders a source's own template for the first row; what fails there fails everywhere."""
+    if source.template is None:
+        return
+    key = f"reward.{name}.template"
+    low, high = source.scale
+    more = {"parser": source.parser, "low": f"{low:g}", "high": f"{high:g}"}
+    variables = more if source.kind == "genrm" else {}
+    template = TextTemplate.load(source.template, "", key, **variables)
+    try:
+        text = template.render(ScoreItem(prompt, prompt.reference or ""))
+    except TemplateFailed as error:
+        raise UserError(
+            f"{key}: {source.template} fails on the first row ({error}); it may use question, "
+            "answer, reference and columns"
+        ) from None
+    say(f"{key} on the first row, reference answer:\n" + textwrap.indent(text, "  | "))
+
+
+def probe_judge(name: str, source: RewardSourceSection) -> str:
+    """Asks an external judge's server for its models; `UserError` with the address if down."""
+    base = (source.base_url or "").rstrip("/")
+    key = os.environ.get(source.api_key_env, "") if source.api_key_env else ""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    where = f"reward.{name}.base_url = {base!r}"
+    try:
+        reply = httpx.get(f"{base}/models", headers=headers, timeout=PROBE_SECONDS)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        reason = str(error) or type(error).__name__
+        raise UserError(
+            f"{where} does not answer ({reason}); start the judge or correct the address"
+        ) from None
+    if reply.status_code in (401, 403):
+        raise UserError(
+            f"{where} refuses the key (HTTP {reply.status_code}); set reward.{name}.api_key_env "
+            "to the variable that holds it"
+        )
+    if reply.status_code >= 500:
+        raise UserError(
+            f"{where} answers with HTTP {reply.status_code}; start the judge or correct the address"
+        )
+    return f"{base} answers (HTTP {reply.status_code})"
+
+
+def _check_prompts(config: Config, rows: int, held_out: bool, say: Say) -> None:
+    """Tokenises all prompts, and says what a run comes to."""
+    say("")
+    total = rows * config.data.epochs
+    try:
+        tokenizer = load_tokenizer(config)
+    except ImportError as error:
+        say(f"{rows} training rows read; not tokenised, as transformers does not import: {error}")
+    else:
+        for split in ("train", "validation") if held_out else ("train",):
+            prompts = load_prompts(config, tokenizer, split)
+            tokens = np.array([len(prompt.token_ids) for prompt in prompts.prompts])
+            skipped = f", {len(prompts.skipped)} too long and skipped" if prompts.skipped else ""
+            say(
+                f"{split}: {len(prompts)} prompts, {tokens.min()} to {tokens.max()} tokens, "
+                f"mean {tokens.mean():.1f}{skipped}"
+            )
+            if split == "train":
+                total = prompts.total
+    train, rollout = config.train, config.rollout
+    steps = planned_steps(config, total)
+    say(f"steps: {steps}, of {total} prompts in {config.data.epochs} epochs at most")
+    say(
+        f"a step: {train.groups_per_step} groups x {rollout.group_size} samples = "
+        f"{config.samples_per_step} samples, {config.tokens_per_step} completion tokens at most"
+    )
+    say(
+        f"live groups: {config.max_live_groups} at most; every sample's staleness is bounded by "
+        f"{train.max_staleness}"
+    )
+    note = _positions_note(config)
+    if note:
+        say(note)
+
+
+def _positions_note(config: Config) -> str | None:
+    """A note when the context is longer than the positions that the model was made for."""
+    try:
+        described = json.loads((config.model.path / "config.json").read_text(encoding="utf-8"))
+        positions = described.get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return None
+    if not isinstance(positions, int) or config.rollout.max_context <= positions:
+        return None
+    return (
+        f"note: rollout.max_context = {config.rollout.max_context} is more than the model's "
+        f"{positions} positions"
+    )

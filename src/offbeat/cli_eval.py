@@ -1,0 +1,72 @@
+"""`offbeat eval`: greedy validation of a model directory, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from offbeat.config import Config
+from offbeat.data import load_prompts, load_tokenizer
+from offbeat.errors import UserError
+from offbeat.reward.loader import load_function
+
+
+async def evaluate(
+    config: Config, model: Path | None, say: Callable[[str], None]
+) -> dict[str, float]:
+    """Answers the held-out prompts greedily, checks them with [validate].function, says the result.
+
+    `model` replaces [model].path; its own tokenizer is used if it has one.
+    """
+    spec = config.validation.function
+    if spec is None:
+        raise UserError('validate.function is not set; set it to the checker, "file.py:name"')
+    config = _with_model(config, model)
+    check = load_function(spec, config.base_dir, "validate.function")
+    prompts = load_prompts(config, load_tokenizer(config), "validation")
+
+    import torch
+
+    from offbeat.rollout.transformers_engine import TransformersEngine
+    from offbeat.rollout.validation import greedy, validate
+
+    torch.set_num_threads(config.rollout.threads)
+    rollout = config.rollout
+    engine = TransformersEngine(
+        str(config.model.path),
+        role="validate",
+        replica=0,
+        seats=rollout.seats,
+        max_context=rollout.max_context,
+        seed=config.seed,
+        dtype=rollout.dtype,
+        threads=rollout.threads,
+        load_manifest=_no_weights,
+    )
+    await engine.start()
+    try:
+        sampling = greedy(rollout.max_tokens, rollout.stop)
+        found = await validate(engine.generate, list(prompts), sampling, check)
+    finally:
+        await engine.stop()
+    say(f"{config.model.path}: " + ", ".join(f"{key} {value:.4g}" for key, value in found.items()))
+    return found
+
+
+def _with_model(config: Config, model: Path | None) -> Config:
+    """The configuration with the model directory to evaluate, which must be one."""
+    path = config.model.path if model is None else model.resolve()
+    if not (path / "config.json").is_file() and (path / "model" / "config.json").is_file():
+        path = path / "model"
+    if not (path / "config.json").is_file():
+        raise UserError(f"{path} is no Hugging Face model directory; set --model to one")
+    tokenizer = config.model.tokenizer
+    if tokenizer is None and not (path / "tokenizer_config.json").is_file():
+        tokenizer = config.model.path
+    section = config.model.model_copy(update={"path": path, "tokenizer": tokenizer})
+    return config.model_copy(update={"model": section})
+
+
+def _no_weights(*_: Any) -> Any:
+    raise UserError("an engine that evaluates is never given other weights")
