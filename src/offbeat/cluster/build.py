@@ -12,7 +12,7 @@ from offbeat.config import Config
 from offbeat.data import PromptSet, load_prompts, load_tokenizer
 from offbeat.records import PolicyVersion, Prompt
 from offbeat.reward.build import build_source
-from offbeat.reward.function import load_function
+from offbeat.reward.loader import load_function
 from offbeat.reward.loop import RewardLoop
 from offbeat.reward.source import Scorer
 from offbeat.rollout.engine import Engine
@@ -46,7 +46,7 @@ def make_engine(spec: EngineSpec) -> Engine:
 
 def make_scorer(spec: ScorerSpec) -> Scorer:
     """A scorer replica that is not started yet."""
-    from offbeat.reward.disrm import TransformersScorer
+    from offbeat.reward.scorer import TransformersScorer
 
     return TransformersScorer(spec.name, spec.section, replica=spec.replica, device=spec.device)
 
@@ -71,7 +71,13 @@ async def make_rewards(
 ) -> RewardLoop:
     """The reward loop over all active sources; replicas come from each source's own pool."""
     sources = {
-        name: build_source(name, section, engines=engines.get(name), scorers=scorers.get(name))
+        name: build_source(
+            name,
+            section,
+            base=config.base_dir,
+            engines=engines.get(name),
+            scorers=scorers.get(name),
+        )
         for name, section in config.active_rewards.items()
     }
     return await RewardLoop.create(sources, config.active_rewards)
@@ -118,7 +124,8 @@ class RolloutSide:
         if self._prompts is None or self._rewards is None:
             raise RuntimeError("build comes after start")
         self._store = Store(ledger)
-        function = self.config.validation.function
+        spec = self.config.validation.function
+        base = self.config.base_dir
         self.core = Rollouter(
             self.config,
             prompts=self._prompts,
@@ -129,7 +136,7 @@ class RolloutSide:
             total_steps=total_steps,
             replace=replace,
             held_out=self._held_out,
-            check=load_function(function, "validate.function") if function else None,
+            check=load_function(spec, "validate.function", base) if spec else None,
         )
         return self.core
 

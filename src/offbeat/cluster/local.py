@@ -58,8 +58,8 @@ async def local_roles(config: Config, run: RunSpec) -> AsyncIterator[Roles]:
         for name, n in standing(sources, "disrm").items()
     }
     started: list[Engine | Scorer] = [*engines]
-    for part in (*judges.values(), *scorers.values()):
-        started += part
+    started += [replica for part in judges.values() for replica in part]
+    started += [replica for part in scorers.values() for replica in part]
     side = RolloutSide(config, run)
     running: asyncio.Task[None] | None = None
     trainer: LocalTrainer | None = None
