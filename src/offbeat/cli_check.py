@@ -136,7 +136,7 @@ def _check_functions(
 
 
 def _try_function(key: str, spec: str, base: Path, prompts: Sequence[Prompt], say: Say) -> None:
-    function = load_function(spec, base, key)
+    function = load_function(spec, setting=key, base=base)
     texts, columns = [prompt.text for prompt in prompts], columns_of(prompts)
     kinds: dict[str, list[str]] = {
         "empty": [""] * len(prompts),

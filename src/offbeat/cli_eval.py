@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from offbeat.cluster.plan import device_kind
 from offbeat.config import Config
 from offbeat.data import load_prompts, load_tokenizer
 from offbeat.errors import UserError
@@ -17,13 +18,13 @@ async def evaluate(
 ) -> dict[str, float]:
     """Answers the held-out prompts greedily, checks them with [validate].function, says the result.
 
-    `model` replaces [model].path; its own tokenizer is used if it has one.
+    `model` replaces [model].path and tokenizer: it holds a tokenizer of its own.
     """
     spec = config.validation.function
     if spec is None:
         raise UserError('validate.function is not set; set it to the checker, "file.py:name"')
     config = _with_model(config, model)
-    check = load_function(spec, config.base_dir, "validate.function")
+    check = load_function(spec, setting="validate.function", base=config.base_dir)
     prompts = load_prompts(config, load_tokenizer(config), "validation")
 
     import torch
@@ -41,6 +42,7 @@ async def evaluate(
         max_context=rollout.max_context,
         seed=config.seed,
         dtype=rollout.dtype,
+        device=device_kind(config),
         threads=rollout.threads,
         load_manifest=_no_weights,
     )
@@ -61,9 +63,7 @@ def _with_model(config: Config, model: Path | None) -> Config:
         path = path / "model"
     if not (path / "config.json").is_file():
         raise UserError(f"{path} is no Hugging Face model directory; set --model to one")
-    tokenizer = config.model.tokenizer
-    if tokenizer is None and not (path / "tokenizer_config.json").is_file():
-        tokenizer = config.model.path
+    tokenizer = config.model.tokenizer if model is None else None
     section = config.model.model_copy(update={"path": path, "tokenizer": tokenizer})
     return config.model_copy(update={"model": section})
 

@@ -1,0 +1,303 @@
+"""The commands, their exit codes, and validation's arithmetic."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_data import save_tokenizer
+
+from offbeat.cli import main
+from offbeat.errors import OffbeatError, RequestRefused, RunFailed, UserError
+from offbeat.records import Completion, GenerateRequest, Prompt
+from offbeat.rollout.validation import greedy, validate
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_tokenizer(folder)
+    (folder / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 128}')
+    return folder
+
+
+@pytest.fixture
+def project(tmp_path: Path, model: Path) -> Path:
+    folder = tmp_path / "project"
+    assert main(["init", str(folder), "--model", str(model)]) == 0
+    return folder
+
+
+def test_init_writes_a_project_once(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = sorted(path.name for path in project.iterdir())
+    assert names == ["rewards.py", "run.toml", "train.jsonl", "validation.jsonl"]
+    before = (project / "run.toml").read_text()
+    assert main(["init", str(project)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert (project / "run.toml").read_text() == before
+
+
+def test_check_says_what_a_run_would_do(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(project / "run.toml"), "--train.steps", "30"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    for line in (
+        "steps = 30",
+        "[reward.correct]",
+        "2 of 8 slots",
+        "reward.correct.function on 3 rows, empty answers: 0, 0, 0",
+        "reward.correct.function on 3 rows, reference answers: 1, 1, 1",
+        "validate.function on 3 rows, short answers: 0, 0, 0",
+        "train: 24 prompts",
+        "validation: 8 prompts",
+        "steps: 30, of 2400 prompts",
+        "32 samples, 512 completion tokens at most",
+        "live groups: 12 at most",
+        "note: rollout.max_context = 256 is more than the model's 128 positions",
+    ):
+        assert line in out
+    assert not (project / "runs").exists()
+
+
+@pytest.mark.parametrize("block", ["none", "finder"])
+def test_check_needs_neither_torch_nor_ray(project: Path, block: str) -> None:
+    code = """
+import sys
+from offbeat.cli import main
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "ray"):
+            raise ImportError("blocked " + name)
+if sys.argv[1] == "none":
+    sys.modules["torch"] = sys.modules["ray"] = None
+else:
+    sys.meta_path.insert(0, Block())
+code = main(["check", sys.argv[2], "--data.on_overlong", "skip"])
+assert not sys.modules.get("torch") and not sys.modules.get("ray")
+raise SystemExit(code)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, block, str(project / "run.toml")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    said = "train: 24 prompts" if block == "none" else "24 training rows read; not tokenised"
+    assert said in done.stdout
+
+
+class _Judge(BaseHTTPRequestHandler):
+    status = 200
+
+    def do_GET(self) -> None:
+        assert self.path == "/v1/models"
+        self.send_response(self.status)
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def judge() -> Iterator[HTTPServer]:
+    server = HTTPServer(("127.0.0.1", 0), _Judge)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.mark.parametrize(("status", "code"), [(200, 0), (404, 0), (401, 2), (503, 2)])
+def test_external_judges_are_probed(
+    project: Path,
+    judge: HTTPServer,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    status: int,
+    code: int,
+) -> None:
+    monkeypatch.setattr(_Judge, "status", status)
+    (project / "judge.jinja").write_text("{{ question }}|{{ answer }}|{{ columns.reference }}")
+    address = f"http://127.0.0.1:{judge.server_port}/v1"
+    arguments = ["check", str(project / "run.toml"), "--reward.judge.kind", "genrm"]
+    arguments += ["--reward.judge.base_url", address, "--reward.judge.template", "judge.jinja"]
+    assert main(arguments) == code
+    out, err = capsys.readouterr()
+    assert f"external judge at {address}" in out
+    assert (f"{address} answers (HTTP {status})" in out) == (code == 0)
+    assert (address in err) == (code == 2)
+    assert "9+" in out or "=|" in out
+
+
+def test_a_template_that_uses_an_unknown_name(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "judge.jinja").write_text("{{ completion }}")
+    arguments = ["check", str(project / "run.toml"), "--reward.judge.kind", "genrm"]
+    arguments += ["--reward.judge.base_url", "http://127.0.0.1:9/v1"]
+    assert main([*arguments, "--reward.judge.template", "judge.jinja"]) == 2
+    assert "reward.judge.template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return [0.0]", ["1 values for 3 completions"]),
+        ("return 'abc'", ["reward.correct.function", "returned str"]),
+        ("raise KeyError('level')", ["KeyError", "every kind of answer"]),
+        ("return ['x'] * len(completions)", ["not a number"]),
+    ],
+)
+def test_functions_that_cannot_work_are_refused(
+    project: Path, capsys: pytest.CaptureFixture[str], body: str, words: list[str]
+) -> None:
+    source = f"def correct(prompts, completions, **columns):\n    {body}\n"
+    (project / "rewards.py").write_text(source)
+    assert main(["check", str(project / "run.toml")]) == 2
+    err = capsys.readouterr().err
+    assert [word for word in words if word not in err] == []
+    assert err.count("\n") == 1
+
+
+def test_functions_that_fail_on_some_answers_are_shown(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = (
+        "async def correct(prompts, completions):\n    return [1 / len(c) for c in completions]"
+    )
+    (project / "rewards.py").write_text(source)
+    assert main(["check", str(project / "run.toml")]) == 0
+    assert "empty answers: raised ZeroDivisionError" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (None, 0, ""),
+        (UserError("mend\nthis"), 2, "offbeat: mend this\n"),
+        (RunFailed("engine 0 died after step 3"), 1, "offbeat: engine 0 died after step 3\n"),
+        (ExceptionGroup("tasks", [UserError("mend")]), 2, "offbeat: mend\n"),
+        (ExceptionGroup("tasks", [UserError("a"), ValueError("b")]), 1, "Traceback"),
+        (ValueError("ours"), 1, "Traceback"),
+        (KeyboardInterrupt(), 130, "offbeat: interrupted\n"),
+    ],
+)
+def test_exit_codes(
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    raised: BaseException | None,
+    code: int,
+    said: str,
+) -> None:
+    launch = pytest.importorskip("offbeat.cluster.launch")
+
+    def train(config: Any) -> int:
+        if raised is not None:
+            raise raised
+        return 0
+
+    monkeypatch.setattr(launch, "train", train)
+    assert main(["train", str(project / "run.toml")]) == code
+    err = capsys.readouterr().err
+    assert said in err
+    assert ("Traceback" in err) == ("Traceback" in said)
+
+
+def test_plot_and_eval_refuse_what_is_not_there(
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plot", str(tmp_path / "none"), "-o", "x.png"]) == 2
+    assert main(["eval", str(project / "run.toml"), "--model", str(tmp_path / "none")]) == 2
+    assert main(["eval", str(project / "run.toml"), "--validate.function", "none"]) == 2
+    err = capsys.readouterr().err
+    assert "no run directory" in err
+    assert "--model" in err
+    assert "validate.function is not set" in err
+
+
+def test_eval_of_a_model_directory(
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    pytest.importorskip("offbeat.rollout.transformers_engine")
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=100,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(shape).save_pretrained(str(tmp_path / "checkpoint" / "model"))
+    arguments = ["eval", str(project / "run.toml"), "--model", str(tmp_path / "checkpoint")]
+    assert main(arguments) == 2
+    assert "holds no tokenizer" in capsys.readouterr().err
+    save_tokenizer(tmp_path / "checkpoint" / "model")
+    assert main([*arguments, "--model.path", str(project / "none")]) == 0
+    said = capsys.readouterr().out
+    assert "accuracy 0" in said
+    assert "n 8" in said
+
+
+def _prompt(place: int) -> Prompt:
+    return Prompt(place, np.arange(3, dtype=np.int32), f"p{place}", f"q{place}", reference="1")
+
+
+async def _generate(request: GenerateRequest) -> AsyncIterator[Completion]:
+    place = int(request.request_id.partition("/")[2])
+    assert request.sampling.temperature == 0
+    if place == 3:
+        raise RequestRefused("too long")
+    reason: Any = "length" if place == 1 else "stop"
+    yield Completion(request.request_id, 0, f"a{place}", 2 + place, 0, 0, reason, None)
+
+
+def test_validation_counts_what_was_not_scored_apart() -> None:
+    def check(prompts: list[str], completions: list[str], reference: list[str]) -> list[Any]:
+        assert (prompts, reference) == (["p0", "p1", "p2", "p4"], ["1"] * 4)
+        assert completions == ["a0", "a1", "a2", "a4"]
+        return [1.0, 0.0, None, math.nan]
+
+    prompts = [_prompt(place) for place in range(5)]
+    found = asyncio.run(validate(_generate, prompts, greedy(8), check, concurrency=2))
+    assert found == {
+        "accuracy": 0.5,
+        "n": 5.0,
+        "mean_tokens": (2 + 3 + 4 + 6) / 4,
+        "truncated": 0.25,
+        "unscored": 3.0,
+    }
+    json.dumps(found)
+
+
+def test_a_checker_that_raises_or_miscounts_is_said() -> None:
+    def short(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+        return [1.0]
+
+    async def raising(prompts: list[str], completions: list[str]) -> list[float]:
+        raise ValueError("boom")
+
+    for check, words in ((short, "1 scores for 2"), (raising, "ValueError: boom")):
+        with pytest.raises(OffbeatError, match=words):
+            asyncio.run(validate(_generate, [_prompt(0), _prompt(1)], greedy(8), check))
