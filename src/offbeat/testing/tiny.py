@@ -34,7 +34,7 @@ Example = tuple[str, str]
 """A prompt and the text that should follow it; the end of sequence comes behind."""
 
 
-def write_reverse_data(path: Path, rows: int, seed: int, *, longest: int = 5) -> None:
+def write_reverse_data(path: Path, rows: int, seed: int, *, longest: int = 6) -> None:
     """Writes `rows` distinct words to reverse as JSONL with the columns prompt and reference."""
     rng = random.Random(seed)
     words: dict[str, None] = {}
@@ -62,7 +62,7 @@ def make_tiny_model(
 
 
 def make_tiny_actor(
-    path: Path, seed: int = 0, *, train_steps: int = 400, longest: int = 5, tied: bool = True
+    path: Path, seed: int = 0, *, train_steps: int = 110, longest: int = 6, tied: bool = True
 ) -> Path:
     """Saves a Llama of 0.8 million parameters that was shown how to reverse words.
 
@@ -82,7 +82,7 @@ def make_tiny_actor(
     return path
 
 
-def make_tiny_judge(path: Path, seed: int = 0, *, train_steps: int = 150) -> Path:
+def make_tiny_judge(path: Path, seed: int = 0, *, train_steps: int = 80) -> Path:
     """Saves a Llama that reads `JUDGE_TEMPLATE` and writes one digit and the end of sequence.
 
     It writes 9 if the answer holds a vowel and 1 if not: a rule that a tiny model learns in
