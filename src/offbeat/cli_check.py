@@ -11,9 +11,7 @@ import json
 import os
 import textwrap
 import time
-from collections.abc import Awaitable, Callable, Container, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Container, Sequence
 
 import httpx
 import numpy as np
@@ -29,9 +27,8 @@ from offbeat.config import Config, RewardSourceSection, Section
 from offbeat.data import Row, load_prompts, load_tokenizer, plain_prompt, planned_steps, select_rows
 from offbeat.errors import UserError
 from offbeat.records import Prompt, ScoreItem
-from offbeat.reward.loader import call_function, load_function
+from offbeat.reward.function import WorkerFailed, WorkerProcess
 from offbeat.reward.template import TemplateFailed, TextTemplate
-from offbeat.rollout.validation import columns_of
 
 Say = Callable[[str], None]
 
@@ -120,55 +117,60 @@ def _check_devices(config: Config, say: Say) -> None:
 def _check_functions(
     config: Config, rows: Sequence[Row], held_out: Sequence[Row], say: Say
 ) -> None:
-    """Loads every function and runs it on three rows with empty, reference and short answers."""
+    """Runs every function on three rows with empty, reference and short answers.
+
+    Each runs in a worker process with its deadline, as it does in training.
+    """
     found = [
-        (f"reward.{name}.function", source.function, rows)
+        (f"reward.{name}.function", source.function, rows, source.deadline_seconds)
         for name, source in config.active_rewards.items()
         if source.kind == "function" and source.function is not None
     ]
-    if config.validation.function is not None:
-        found.append(("validate.function", config.validation.function, held_out or rows))
+    spec = config.validation.function
+    if spec is not None:
+        seconds = config.validation.deadline_seconds
+        found.append(("validate.function", spec, held_out or rows, seconds))
     if found:
         say("")
-    for key, spec, of in found:
+    for key, spec, of, seconds in found:
         prompts = [plain_prompt(config, row) for row in of[:3]]
-        _try_function(key, spec, config.base_dir, prompts, say)
+        worker = WorkerProcess(spec, config.base_dir, key)
+        asyncio.run(_try_function(worker, f"{key} = {spec!r}", prompts, seconds, say))
 
 
-def _try_function(key: str, spec: str, base: Path, prompts: Sequence[Prompt], say: Say) -> None:
-    function = load_function(spec, setting=key, base=base)
-    texts, columns = [prompt.text for prompt in prompts], columns_of(prompts)
+async def _try_function(
+    worker: WorkerProcess, who: str, prompts: Sequence[Prompt], seconds: float, say: Say
+) -> None:
     kinds: dict[str, list[str]] = {
         "empty": [""] * len(prompts),
         "reference": [prompt.reference or "" for prompt in prompts],
         "short": ["x"] * len(prompts),
     }
     failures: list[str] = []
-    for kind, answers in kinds.items():
-        began = time.perf_counter()
-        outcome = call_function(function, texts, answers, columns, run=_run)
-        took = (time.perf_counter() - began) * 1000
-        if outcome.get("cause") == "bad_result":
-            raise UserError(f"{key} = {spec!r} {outcome['reason']}; {FUNCTION_SHAPE}")
-        if "cause" in outcome:
-            shown = f"raised {outcome['reason']}"
-            failures.append(shown)
-        else:
-            values = outcome["values"]
-            failures += [value for value in values if isinstance(value, str)][:1]
-            shown = ", ".join(_shown(value) for value in values)
-        say(f"{key} on {len(prompts)} rows, {kind} answers: {shown} ({took:.1f} ms)")
+    try:
+        await worker.start()
+        say(f"{who} on {len(prompts)} rows:")
+        for kind, answers in kinds.items():
+            items = [ScoreItem(p, a) for p, a in zip(prompts, answers, strict=True)]
+            began = time.perf_counter()
+            outcome = await worker.call(items, seconds)
+            took = (time.perf_counter() - began) * 1000
+            if outcome.get("cause") == "bad_result":
+                raise UserError(f"{who} {outcome['reason']}; {FUNCTION_SHAPE}")
+            if "cause" in outcome:
+                shown = f"raised {outcome['reason']}"
+                failures.append(shown)
+            else:
+                values = outcome["values"]
+                failures += [value for value in values if isinstance(value, str)][:1]
+                shown = ", ".join(_shown(value) for value in values)
+            say(f"  {kind} answers: {shown} ({took:.1f} ms)")
+    except WorkerFailed as error:
+        raise UserError(f"{who} cannot be used: {error}; mend the function") from None
+    finally:
+        await worker.kill()
     if len(failures) == len(kinds):
-        raise UserError(
-            f"{key} = {spec!r} fails on every kind of answer: {failures[0]}; {FUNCTION_SHAPE}"
-        )
-
-
-def _run(awaitable: Awaitable[Any]) -> Any:
-    async def wait() -> Any:
-        return await awaitable
-
-    return asyncio.run(wait())
+        raise UserError(f"{who} fails on every kind of answer: {failures[0]}; {FUNCTION_SHAPE}")
 
 
 def _shown(value: float | str | None) -> str:

@@ -55,9 +55,10 @@ def test_check_says_what_a_run_would_do(project: Path, capsys: pytest.CaptureFix
         "steps = 30",
         "[reward.correct]",
         "2 of 8 slots",
-        "reward.correct.function on 3 rows, empty answers: 0, 0, 0",
-        "reward.correct.function on 3 rows, reference answers: 1, 1, 1",
-        "validate.function on 3 rows, short answers: 0, 0, 0",
+        f"reward.correct.function = '{project}/rewards.py:correct' on 3 rows:\n"
+        "  empty answers: 0, 0, 0",
+        "  reference answers: 1, 1, 1",
+        "  short answers: 0, 0, 0",
         "train: 24 prompts",
         "validation: 8 prompts",
         "steps: 30, of 2400 prompts",
@@ -160,6 +161,7 @@ def test_a_template_that_uses_an_unknown_name(
         ("return [0.0]", ["1 values for 3 completions"]),
         ("return 'abc'", ["reward.correct.function", "returned str"]),
         ("raise KeyError('level')", ["KeyError", "every kind of answer"]),
+        ("import os; os._exit(3)", ["cannot be used", "the worker ended with 3"]),
         ("return ['x'] * len(completions)", ["not a number"]),
     ],
 )
@@ -172,6 +174,16 @@ def test_functions_that_cannot_work_are_refused(
     err = capsys.readouterr().err
     assert [word for word in words if word not in err] == []
     assert err.count("\n") == 1
+
+
+def test_a_function_that_hangs_is_ended_at_its_deadline(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = "import time\ndef correct(prompts, completions):\n    time.sleep(600)\n"
+    (project / "rewards.py").write_text(source)
+    arguments = ["check", str(project / "run.toml"), "--reward.correct.deadline_seconds", "0.5"]
+    assert main(arguments) == 2
+    assert "more than 0.5 s" in capsys.readouterr().err
 
 
 def test_functions_that_fail_on_some_answers_are_shown(
