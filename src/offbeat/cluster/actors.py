@@ -71,10 +71,14 @@ class EngineActor:
     async def start(self) -> None:
         await self._engine.start()
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
+    async def generate(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[Payload | Completion, None]:
+        """Streams two objects a completion: its token arrays, then the note of them."""
         async for completion in self._engine.generate(request):
-            reference = ray.put(completion.ref) if self._keep_payloads else None
-            yield changed(completion, ref=reference)
+            if self._keep_payloads:
+                yield completion.ref
+            yield changed(completion, ref=None)
 
     async def load(self, manifest: Manifest) -> PolicyVersion:
         return await self._engine.load(manifest)
@@ -91,10 +95,15 @@ class EngineActor:
 
 
 class RayEngine:
-    """An `Engine` that lives in an `EngineActor`."""
+    """An `Engine` that lives in an `EngineActor`.
 
-    def __init__(self, handle: ActorHandle) -> None:
+    A payload is an object of its own in the stream, so its reference belongs to the caller and
+    outlives the engine; the caller never fetches it.
+    """
+
+    def __init__(self, handle: ActorHandle, *, payloads: bool) -> None:
         self.handle = handle
+        self._payloads = payloads
 
     async def start(self) -> None:
         await result(self.handle.start.remote())
@@ -102,10 +111,18 @@ class RayEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
         stream = self.handle.generate.options(num_returns="streaming").remote(request)
         ended = False
+        payload: Any = None
         try:
             async for reference in stream:
-                yield await result(reference)
+                if self._payloads and payload is None:
+                    payload = reference
+                    continue
+                note: Completion = await result(reference)
+                yield changed(note, ref=payload)
+                payload = None
             ended = True
+            if payload is not None:  # not a payload but what ended the stream: raise it
+                await result(payload)
         finally:
             if not ended:
                 ray.cancel(stream)
@@ -230,7 +247,7 @@ class RollouterActor:
         self, judges: dict[str, list[ActorHandle]], scorers: dict[str, list[ActorHandle]]
     ) -> int:
         return await self._side.start(
-            {name: [RayEngine(h) for h in handles] for name, handles in judges.items()},
+            {name: [RayEngine(h, payloads=False) for h in handles] for name, handles in judges.items()},
             {name: [RayScorer(h) for h in handles] for name, handles in scorers.items()},
         )
 
@@ -244,11 +261,11 @@ class RollouterActor:
             ray.kill(handles[index])
             fresh = start_engine(specs[index], pool, self._run, name=None)
             handles[index] = fresh
-            engine = RayEngine(fresh)
+            engine = RayEngine(fresh, payloads=True)
             await engine.start()
             return engine
 
-        engines = [RayEngine(handle) for handle in handles]
+        engines = [RayEngine(handle, payloads=True) for handle in handles]
         core = self._side.build(engines, total_steps, replace, ledger)
         self._task = asyncio.create_task(core.run())
         await core.running.wait()
