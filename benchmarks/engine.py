@@ -1,12 +1,13 @@
-"""Generation speed: the engine against `model.generate`, one thread, a random 3.4 M-parameter Llama.
+"""Generation speed: the engine against `model.generate`, one thread, a random 3.4 M Llama.
 
-    python benchmarks/engine.py [--rounds 5]
+    python benchmarks/engine.py [--rounds 3]
 
 (a) 64 requests of 64 tokens each, the case that a static batch likes best: at least 0.9 times
     generate's speed. (b) 256 requests of 8 to 128 tokens through 64 seats, against generate in
     batches of 64 that each run to their longest: at least 1.5 times the useful tokens a second.
-The two are interleaved and the medians compared, as other work on the machine makes single
-rounds meaningless. Prints a table and a JSON line; exit code 1 if a ratio is missed.
+Rounds are interleaved and medians compared. Speeds are per CPU second of the process (both sides
+use one thread), as other work on a shared machine makes wall times of single rounds meaningless;
+wall figures stand beside them. Prints a table and a JSON line; exit code 1 if a ratio is missed.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
-from transformers import PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
 
 from offbeat.records import GenerateRequest, Sampling
 from offbeat.rollout.transformers_engine import TransformersEngine
@@ -36,6 +39,25 @@ FIXED = 64
 SHORTEST, LONGEST = 8, 128
 REQUESTS = 256
 NEEDED = {"fixed": 0.9, "mixed": 1.5}
+
+
+class Speed(NamedTuple):
+    """Tokens a CPU second and a second."""
+
+    cpu: float
+    wall: float
+
+
+class Clock:
+    """Runs from its making on."""
+
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def speed(self, tokens: int) -> Speed:
+        """Tokens over the time since then."""
+        cpu, wall = time.process_time() - self._cpu, time.perf_counter() - self._wall
+        return Speed(tokens / cpu, tokens / wall)
 
 
 def write_model(path: str) -> int:
@@ -72,9 +94,9 @@ def make_work(seed: int = 0) -> tuple[list[np.ndarray], list[int]]:
 
 
 @torch.inference_mode()
-def run_generate(model: Any, prompts: list[np.ndarray], lengths: list[int]) -> float:
+def run_generate(model: Any, prompts: list[np.ndarray], lengths: list[int]) -> Speed:
     """Useful tokens a second of left-padded batches, each run to its longest answer."""
-    begun = time.perf_counter()
+    begun = Clock()
     for start in range(0, len(prompts), SEATS):
         part = prompts[start : start + SEATS]
         width = max(map(len, part))
@@ -89,22 +111,22 @@ def run_generate(model: Any, prompts: list[np.ndarray], lengths: list[int]) -> f
         )
         found = model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)
         assert found.shape == (len(part), width + longest)
-    return sum(lengths) / (time.perf_counter() - begun)
+    return begun.speed(sum(lengths))
 
 
 async def run_engine(
     engine: TransformersEngine, prompts: list[np.ndarray], lengths: list[int]
-) -> float:
+) -> Speed:
     """Tokens a second of as many single requests, all sent at once."""
 
     async def one(i: int) -> int:
         request = GenerateRequest(str(i), prompts[i], 1, Sampling(lengths[i]))
         return sum([completion.tokens async for completion in engine.generate(request)])
 
-    begun = time.perf_counter()
+    begun = Clock()
     tokens = sum(await asyncio.gather(*(one(i) for i in range(len(prompts)))))
     assert tokens == sum(lengths)
-    return tokens / (time.perf_counter() - begun)
+    return begun.speed(tokens)
 
 
 async def compare(rounds: int) -> dict[str, dict[str, float]]:
@@ -114,47 +136,47 @@ async def compare(rounds: int) -> dict[str, dict[str, float]]:
         size = write_model(path)
         sys.stdout.write(f"{size / 1e6:.2f} M parameters, 1 thread, torch {torch.__version__}\n")
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        engine = TransformersEngine(
-            str(Path(path)), seats=SEATS, max_context=256, load_manifest=lambda _: {}
-        )
+        engine = TransformersEngine(path, seats=SEATS, max_context=256, load_manifest=lambda _: {})
         await engine.start()
         prompts, mixed = make_work()
         cases = {"fixed": (prompts[:SEATS], [FIXED] * SEATS), "mixed": (prompts, mixed)}
-        speeds: dict[str, dict[str, list[float]]] = {}
+        speeds: dict[str, list[tuple[Speed, Speed]]] = {name: [] for name in cases}
         for number in range(rounds + 1):
             for name, (part, lengths) in cases.items():
-                pair = {
-                    "generate": run_generate(model, part, lengths),
-                    "engine": await run_engine(engine, part, lengths),
-                }
+                # The first round only warms up, and is short.
+                part, lengths = (part, lengths) if number else (part[:8], lengths[:8])
+                pair = run_generate(model, part, lengths), await run_engine(engine, part, lengths)
                 if number:
-                    for side, speed in pair.items():
-                        speeds.setdefault(name, {}).setdefault(side, []).append(speed)
+                    speeds[name].append(pair)
         await engine.stop()
-    return {name: _median(sides) for name, sides in speeds.items()}
+    return {name: _medians(pairs) for name, pairs in speeds.items()}
 
 
-def _median(sides: dict[str, list[float]]) -> dict[str, float]:
-    ratios = [a / b for a, b in zip(sides["engine"], sides["generate"], strict=True)]
-    median: Callable[[list[float]], float] = statistics.median
-    return {side: median(found) for side, found in sides.items()} | {"ratio": median(ratios)}
+def _medians(pairs: list[tuple[Speed, Speed]]) -> dict[str, float]:
+    found = {}
+    for kind in Speed._fields:
+        stock = [getattr(pair[0], kind) for pair in pairs]
+        ours = [getattr(pair[1], kind) for pair in pairs]
+        found[f"generate_{kind}"] = statistics.median(stock)
+        found[f"engine_{kind}"] = statistics.median(ours)
+        ratios = [a / b for a, b in zip(ours, stock, strict=True)]
+        found[f"ratio_{kind}"] = statistics.median(ratios)
+    return found
 
 
 def main() -> int:
     """Prints the table; 0 if both ratios are reached."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     results = asyncio.run(compare(parser.parse_args().rounds))
-    sys.stdout.write(
-        f"{'case':8}{'generate tok/s':>16}{'engine tok/s':>14}{'ratio':>8}{'needed':>8}\n"
-    )
+    out = sys.stdout.write
+    out("tokens a second    generate  engine  ratio  needed\n")
     for name, found in results.items():
-        sys.stdout.write(
-            f"{name:8}{found['generate']:16.0f}{found['engine']:14.0f}{found['ratio']:8.2f}"
-            f"{NEEDED[name]:8.1f}\n"
-        )
-    sys.stdout.write(json.dumps({"benchmark": "engine", "cases": results}) + "\n")
-    return 0 if all(found["ratio"] >= NEEDED[name] for name, found in results.items()) else 1
+        for kind, needed in (("cpu", f"{NEEDED[name]:8.1f}"), ("wall", "")):
+            out(f"{name:8}{kind:>7}{found[f'generate_{kind}']:12.0f}")
+            out(f"{found[f'engine_{kind}']:8.0f}{found[f'ratio_{kind}']:7.2f}{needed}\n")
+    out(json.dumps({"benchmark": "engine", "cases": results}) + "\n")
+    return 0 if all(found["ratio_cpu"] >= NEEDED[name] for name, found in results.items()) else 1
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def loss_of(model, rows, tokens, s):
 
 
 def train(model_dir, steps, s=None, after_step=None):
-    """Trains on the recorded steps; returns the state dict. `after_step(number, model)` looks on."""
+    """Trains on the recorded steps; returns the state dict. `after_step(number, model)` watches."""
     s = s or Settings()
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(

@@ -20,7 +20,7 @@ from progress import report
 from texts import scorer_text
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-STEPS = 80
+STEPS = 100
 BATCH = 16
 LEARNING_RATE = 2e-4
 
@@ -38,7 +38,9 @@ def main(out: Path, steps: int = STEPS) -> None:
     rng = random.Random(11)
     without = {*task.held_out(), *task.WORKED}
     stream = (t for t in task.triples(11, close=0.3) if t not in without)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
+    model.bert.embeddings.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, LEARNING_RATE, total_steps=steps + 1, pct_start=0.1
     )
@@ -57,7 +59,7 @@ def main(out: Path, steps: int = STEPS) -> None:
         scores = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits[:, 0]
         loss = -torch.nn.functional.logsigmoid(scores[:BATCH] - scores[BATCH:]).mean()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()

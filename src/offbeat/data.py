@@ -167,9 +167,9 @@ def _order(seed: int, epoch: int, rows: int) -> NDArray[np.int64]:
 
 
 def planned_steps(config: Config, total: int) -> int:
-    """Steps of a run over `total` prompts: whole batches, and `train.steps` at most."""
-    whole = total // config.train.groups_per_step
-    return whole if config.train.steps is None else min(whole, config.train.steps)
+    """Steps of a run over `total` prompts, the last one maybe smaller; `train.steps` at most."""
+    needed = -(-total // config.train.groups_per_step)
+    return needed if config.train.steps is None else min(needed, config.train.steps)
 
 
 def load_tokenizer(config: Config) -> Tokenizer:

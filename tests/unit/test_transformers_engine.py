@@ -381,7 +381,7 @@ def test_wrong_weights_are_refused_and_generation_goes_on(
     manifest = write_version(models["qwen2"], tmp_path / "w.safetensors", 1, 1)
 
     async def body(engine: TransformersEngine) -> PolicyVersion:
-        with pytest.raises(RunFailed, match="lacks|shape"):
+        with pytest.raises(RunFailed, match=r"lacks|shape"):
             await engine.load(manifest)
         await collect(engine, "r", [1], 1, Sampling(2))
         return (await engine.health()).version

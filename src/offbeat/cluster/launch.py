@@ -39,11 +39,13 @@ def train(config: Config, stream: TextIO | None = sys.stdout) -> int:
             stream.write(f"[{duration(time.time() - started)}] {message}\n")
             stream.flush()
 
-    asyncio.run(_run(config, stream, say))
+    asyncio.run(_run(config, stream, started, say))
     return 0
 
 
-async def _run(config: Config, stream: TextIO | None, say: Callable[[str], None]) -> Outcome:
+async def _run(
+    config: Config, stream: TextIO | None, started: float, say: Callable[[str], None]
+) -> Outcome:
     run = RunSpec(
         run_id=f"{config.run}-{secrets.token_hex(3)}",
         device=device_kind(config),
@@ -56,6 +58,7 @@ async def _run(config: Config, stream: TextIO | None, say: Callable[[str], None]
             total_steps=roles.total_steps,
             stream=stream,
             replicas=_replicas(config),
+            started=started,
         )
         recorder.say(f"{roles.total_steps} steps; everything is in {config.run_dir}")
         status, error = "failed", None

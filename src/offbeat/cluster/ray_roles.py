@@ -66,7 +66,7 @@ async def ray_roles(
     config: Config, run: RunSpec, say: Callable[[str], None]
 ) -> AsyncIterator[Roles]:
     """Reserves the pools, starts every actor on its own, and ends them all."""
-    await asyncio.to_thread(connect, config, run.device)
+    connect(config, run.device)  # in the main thread: Ray sets signal handlers
     pools: dict[str, ResourcePool] = {}
     starter = _Starter(config, run)
     try:

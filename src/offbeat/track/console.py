@@ -40,13 +40,15 @@ class Console:
         width: int = WIDTH,
         clock: Callable[[], float] = time.time,
         replicas: Mapping[str, int] | None = None,
+        started: float | None = None,
     ) -> None:
         self._total = total_steps
         self._stream = stream
         self._width = width
         self._clock = clock
         self._replicas = dict(replicas or {})
-        self._started = self._last = clock()
+        self._last = clock()
+        self._started = self._last if started is None else started
         self._paces: deque[float] = deque(maxlen=RECENT_STEPS)
         self._spans: deque[Span] = deque(maxlen=SPANS_A_LINE)
         self._validation: float | None = None

@@ -71,7 +71,8 @@ class TallyFacts(Protocol):
 class Recorder:
     """Feeds every sink. None of its methods raises into training.
 
-    `replicas` says how many processes compute for a role (for shares of time).
+    `replicas` says how many processes compute for a role (for shares of time); `started` is the
+    launch, in seconds of `time.time()`.
     """
 
     def __init__(
@@ -82,14 +83,15 @@ class Recorder:
         total_steps: int | None,
         stream: TextIO | None,
         replicas: Mapping[str, int],
+        started: float,
     ) -> None:
         self.run_dir = run_dir
-        self.started = time.time()
+        self.started = started
         self._replicas = replicas
         self._metrics = MetricsWriter(run_dir)
         self._samples = SampleWriter(run_dir)
         self._stats = RunStats(bound, self.started)
-        self._console = Console(total_steps, stream, replicas=replicas)
+        self._console = Console(total_steps, stream, replicas=replicas, started=started)
 
     @staticmethod
     def clock() -> float:

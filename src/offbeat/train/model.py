@@ -46,6 +46,7 @@ class PolicyModel:
             if getattr(self.module.config, name, None) not in (None, 1.0):
                 raise UserError(f"model.path {path}: `{name}` in its config.json is not supported")
         self.device = device
+        self.hidden_size = int(self.module.config.get_text_config().hidden_size)
         self.temperature = temperature
         self.compute_dtype = resolve_dtype(dtype, device)
 

@@ -201,6 +201,7 @@ class Trainer:
             samples.trajectories,
             tokens_per_micro_batch=train.tokens_per_micro_batch,
             prefix_sharing=train.prefix_sharing,
+            hidden_size=self.model.hidden_size,
         ):
             source = torch.from_numpy(micro.source).to(device)
             logprobs = self.model.logprobs(micro)

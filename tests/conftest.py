@@ -1,0 +1,108 @@
+"""Shared parts: tiny models made once a session, and a project folder to run."""
+
+from __future__ import annotations
+
+import os
+
+for _key, _value in {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+}.items():
+    os.environ.setdefault(_key, _value)
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from offbeat.testing import tiny
+
+REWARDS = '''
+def correct(prompts, completions, reference, **columns):
+    return [float(c.strip() == r) for c, r in zip(completions, reference)]
+
+
+def closeness(prompts, completions, reference, **columns):
+    """Share of places that agree: a signal also where no answer is right."""
+    return [sum(a == b for a, b in zip(c, r)) / 8 for c, r in zip(completions, reference)]
+'''
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with actor (untrained), judge and scorer, and data to reverse words."""
+    root = tmp_path_factory.mktemp("models")
+    tiny.make_tiny_model(root / "actor")
+    tiny.make_tiny_judge(root / "judge")
+    tiny.make_tiny_scorer(root / "scorer", 0)
+    (root / "judge.jinja").write_text(tiny.JUDGE_TEMPLATE)
+    tiny.write_reverse_data(root / "train.jsonl", 64, 1, longest=3)
+    tiny.write_reverse_data(root / "validation.jsonl", 8, 2, longest=3)
+    (root / "rewards.py").write_text(REWARDS)
+    return root
+
+
+ProjectMaker = Callable[..., Path]
+
+
+@pytest.fixture
+def project(tmp_path: Path, models: Path) -> ProjectMaker:
+    """Writes a run's TOML into the test's folder; keywords are `section__key=value`."""
+
+    def make(sources: tuple[str, ...] = ("rule",), name: str = "run", **changes: object) -> Path:
+        values: dict[str, dict[str, object]] = {
+            "model": {"path": str(models / "actor"), "dtype": "float32"},
+            "data": {"train": str(models / "train.jsonl")},
+            "rollout": {"max_tokens": 8, "max_context": 64, "group_size": 4, "seats": 16},
+            "train": {"groups_per_step": 2, "steps": 4, "learning_rate": 1e-4},
+            "cluster": {"backend": "local", "slots": 4},
+        }
+        if "rule" in sources:
+            values["reward.rule"] = {
+                "kind": "function",
+                "function": f"{models / 'rewards.py'}:closeness",
+            }
+        if "judge" in sources:
+            values["reward.judge"] = {
+                "kind": "genrm",
+                "model": str(models / "judge"),
+                "template": str(models / "judge.jinja"),
+                "max_tokens": 2,
+                "max_context": 96,
+                "on_failure": "abstain",
+                "retries": 0,
+            }
+        if "scorer" in sources:
+            values["reward.scorer"] = {
+                "kind": "disrm",
+                "model": str(models / "scorer"),
+                "max_context": 64,
+            }
+        for key, value in changes.items():
+            section, _, setting = key.rpartition("__")
+            values.setdefault(section.replace("__", "."), {})[setting] = value
+        path = tmp_path / f"{name}.toml"
+        path.write_text(_toml(name, values))
+        return path
+
+    return make
+
+
+def _toml(name: str, values: dict[str, dict[str, object]]) -> str:
+    lines = [f'run = "{name}"']
+    for section, settings in values.items():
+        lines.append(f"[{section}]")
+        lines += [f"{key} = {_value(value)}" for key, value in settings.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_value(part) for part in value) + "]"
+    return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
