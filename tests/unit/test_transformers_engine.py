@@ -400,6 +400,33 @@ def test_models_that_would_be_wrong_are_refused(tmp_path: Path) -> None:
         run_engine(tmp_path / "nowhere", lambda engine: engine.health())
 
 
+def test_a_burst_is_prefilled_together_and_shared_prefixes_once(models: dict[str, Path]) -> None:
+    """64 requests of a judge with one template, and 4 x 3 samples of a policy."""
+    template = np.arange(1, 41)
+
+    async def body(engine: TransformersEngine) -> tuple[list[int], list[int]]:
+        sizes: list[int] = []
+        cache = engine._stepper.model.cache  # type: ignore[union-attr]
+        plan = cache.plan
+
+        def count(*args: Any) -> Any:
+            found = plan(*args)
+            sizes.append(found.tokens)
+            return found
+
+        cache.plan = count  # type: ignore[method-assign]
+        greedy = Sampling(2, 0.0)
+        prompts = [np.concatenate([template, [100 + i, 50]]) for i in range(64)]
+        await asyncio.gather(*(collect(engine, "j", p, 1, greedy) for p in prompts))
+        judge, sizes[:] = list(sizes), []
+        await asyncio.gather(*(collect(engine, "p", p, 3, greedy) for p in prompts[:4]))
+        return judge, sizes
+
+    judge, policy = run_engine(models["llama"], body, seats=64)
+    assert judge[0] == 40 + 64 * 2
+    assert policy[0] == 40 + 4 * 2
+
+
 def test_prefixes_are_computed_once_and_chunks_keep_their_order() -> None:
     random = np.random.default_rng(0)
     head, body = random.integers(0, 99, 12), random.integers(0, 99, 9)

@@ -20,6 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
+from offbeat.errors import UserError
+
 Tokens = NDArray[np.int64]
 
 ATTENTION = "offbeat_seats"
@@ -368,6 +370,8 @@ def seat_attention(
     attention_mask: torch.Tensor | None,
     *,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     seat_cache: SeatCache,
     seat_plan: StepPlan,
     **_: Any,
@@ -376,6 +380,8 @@ def seat_attention(
 
     Everything that a token attends to within the same pass is thus already in its seat.
     """
+    if softcap is not None or s_aux is not None:
+        raise UserError("models whose attention has soft caps or sinks are not supported")
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     seat_cache.write(seat_plan, layer, key, value)

@@ -75,7 +75,8 @@ class TransformersEngine:
     `seats` samples run at once; a request with more completions takes seats as they free.
     `max_context` bounds prompt + answer, as does the model's own limit. `seed` and `replica`
     together seed the draws. `load_manifest` reads and verifies published weights.
-    `version` names the weights that `model_path` holds.
+    `version` names the weights that `model_path` holds. A sample ends at the tokenizer's
+    end-of-sequence token; the model's generation_config is not read.
     """
 
     def __init__(
@@ -161,8 +162,8 @@ class TransformersEngine:
                 left -= 1
                 yield item
         finally:
-            if left and self._error is None and not self._stopping:
-                self._post(_Cancel(job))
+            if left:
+                self._cancel(job)
 
     async def load(self, manifest: Manifest) -> PolicyVersion:
         """Swaps weights between two steps; returns when the next token is the new version's.
@@ -223,6 +224,13 @@ class TransformersEngine:
             self._alive()
             self._inbox.append(command)
             self._changed.notify()
+
+    def _cancel(self, job: Job) -> None:
+        """An engine that has ended has nothing to cancel, and is no error here."""
+        with self._changed:
+            if self._error is None and not self._stopping:
+                self._inbox.append(_Cancel(job))
+                self._changed.notify()
 
     def _refuse(self, request: GenerateRequest) -> None:
         """Raises for a request that cannot be run, in one sentence with the numbers."""
