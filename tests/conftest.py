@@ -24,9 +24,9 @@ def correct(prompts, completions, reference, **columns):
     return [float(c.strip() == r) for c, r in zip(completions, reference)]
 
 
-def closeness(prompts, completions, reference, **columns):
-    """Share of places that agree: a signal also where no answer is right."""
-    return [sum(a == b for a, b in zip(c, r)) / 8 for c, r in zip(completions, reference)]
+def letters(prompts, completions, **columns):
+    """Share of letters: a signal also where no answer is right."""
+    return [sum(ch.isalpha() for ch in c) / 8 for c in completions]
 '''
 
 
@@ -62,7 +62,7 @@ def project(tmp_path: Path, models: Path) -> ProjectMaker:
         if "rule" in sources:
             values["reward.rule"] = {
                 "kind": "function",
-                "function": f"{models / 'rewards.py'}:closeness",
+                "function": f"{models / 'rewards.py'}:letters",
             }
         if "judge" in sources:
             values["reward.judge"] = {

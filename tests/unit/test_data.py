@@ -272,7 +272,7 @@ def test_more_groups_a_step_than_rows(tokenizer: Any, tmp_path: Path) -> None:
 
 def test_steps_are_known_before_the_first(tmp_path: Path) -> None:
     config = settings(tmp_path, train={"groups_per_step": 4})
-    assert planned_steps(config, 103) == 25
+    assert planned_steps(config, 103) == 26
     capped = settings(tmp_path, train={"groups_per_step": 4, "steps": 10})
     assert planned_steps(capped, 103) == 10
-    assert planned_steps(capped, 30) == 7
+    assert planned_steps(capped, 30) == 8

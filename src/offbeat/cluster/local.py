@@ -64,7 +64,8 @@ async def local_roles(config: Config, run: RunSpec) -> AsyncIterator[Roles]:
     running: asyncio.Task[None] | None = None
     trainer: LocalTrainer | None = None
     try:
-        await asyncio.gather(*(replica.start() for replica in started))
+        for replica in started:  # one by one: loading models is not thread-safe in transformers
+            await replica.start()
         total_steps = planned_steps(config, await side.start(judges, scorers))
         trainer = LocalTrainer(config, run, total_steps)
         await trainer.setup()
