@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
@@ -197,6 +198,7 @@ class EngineBackend:
         self._replicas = [_Replica(engine) for engine in engines]
         self._tokenizer, self._section, self._name = tokenizer, section, name
         self._ids = count()
+        self._encoding = threading.Lock()
         self._seats = asyncio.Semaphore(section.concurrency)
         self._shared: dict[str, asyncio.Task[Verdict]] = {}
         self._readers: dict[str, int] = {}
@@ -287,13 +289,15 @@ class EngineBackend:
         return Verdict(completion.text, completion.finish_reason)
 
     def _encode(self, text: str) -> list[int]:
-        if self._section.chat:
+        """Runs on a thread; a fast tokenizer must not be used by two at a time."""
+        with self._encoding:
+            if not self._section.chat:
+                return encode(self._tokenizer, text)
             message = {"role": "user", "content": text}
             try:
                 return encode_chat(self._tokenizer, [message], ask=True)
             except TemplateFailed as failed:
                 raise CallFailed("template_error", str(failed)) from failed
-        return encode(self._tokenizer, text)
 
 
 async def _only(completions: AsyncIterator[Completion]) -> Completion | None:

@@ -9,6 +9,7 @@ beyond a call of `score`; deadlines of calls are the sources' own.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
 from collections.abc import Mapping
@@ -113,7 +114,8 @@ class RewardLoop:
             raise _first(failures) from failures
         finally:
             if not started:
-                await loop.stop()
+                with contextlib.suppress(Exception):  # what went wrong first is what matters
+                    await loop.stop()
         return loop
 
     async def score(self, item: ScoreItem) -> Scored:

@@ -73,7 +73,7 @@ class EndpointPool:
             )
         bare = parts.netloc.rpartition("@")[2]
         self.address = urlunsplit((parts.scheme, bare, parts.path, "", "")).rstrip("/")
-        self._base = section.base_url.rstrip("/")
+        self._auth = (parts.username, parts.password or "") if parts.username else None
         self._name, self._section, self._transport = name, section, transport
         self._pause = pause_seconds
         self._gate = 0.0
@@ -87,6 +87,7 @@ class EndpointPool:
         limit = self._section.concurrency
         self._client = httpx.AsyncClient(
             transport=self._transport,
+            auth=self._auth,
             headers={"Authorization": f"Bearer {self._key}"} if self._key else None,
             timeout=self._section.deadline_seconds,
             limits=httpx.Limits(max_connections=limit, max_keepalive_connections=limit),
@@ -116,7 +117,7 @@ class EndpointPool:
                 await asyncio.sleep(self._jitter(attempt - 1))
             try:
                 async with asyncio.timeout(deadline):
-                    response = await self._open().get(f"{self._base}/models")
+                    response = await self._open().get(f"{self.address}/models")
             except TimeoutError:
                 problem = f"did not answer within {deadline:g} s"
                 continue
@@ -159,7 +160,7 @@ class EndpointPool:
         deadline = self._section.deadline_seconds
         try:
             async with asyncio.timeout(deadline):
-                response = await self._open().post(f"{self._base}{path}", json=body)
+                response = await self._open().post(f"{self.address}{path}", json=body)
         except (TimeoutError, httpx.TimeoutException) as error:
             reason = f"{self.address} did not answer within {deadline:g} s"
             raise _Again("timeout", reason) from error

@@ -34,7 +34,11 @@ _log = logging.getLogger(__name__)
 
 
 class TransformersScorer:
-    """Runs `AutoModelForSequenceClassification` with one logit on a thread of its own."""
+    """Runs `AutoModelForSequenceClassification` with one logit on a thread of its own.
+
+    With `chat` the question is the user's turn and the rendered text (by default the answer) the
+    assistant's, in the scorer's chat template; else the rendered text is encoded as it is.
+    """
 
     def __init__(
         self,

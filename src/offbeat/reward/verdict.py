@@ -146,8 +146,8 @@ def _labelled(text: str, high: float) -> float | None:
     for line in text.splitlines():
         mark = ":" if ":" in line else "="
         head, found, rest = line.partition(mark)
-        labels = _LABELS.intersection(word.lower() for word in _SEPARATORS.split(head[-60:]))
-        if not found or not labels:
+        words = _SEPARATORS.split(head[-60:].lower()) if found else []
+        if _LABELS.isdisjoint(words):
             continue
         grade = _tokens(rest, high).only
         if grade is None:
