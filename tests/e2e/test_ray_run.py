@@ -1,0 +1,140 @@
+"""Whole runs as Ray actors, on a cluster that the user started and on one of Offbeat's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from offbeat.track.metrics import read_metrics
+
+Project = Callable[..., Path]
+SLOTS = 8
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of a Ray cluster with offbeat_slot resources, as a user would start one."""
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 2, "resources": {"offbeat_slot": SLOTS}, "object_store_memory": 128 << 20}
+    started = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    yield started.address
+    started.shutdown()
+
+
+def start(config: Path, address: str | None, *overrides: str) -> subprocess.Popen[str]:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
+    env.pop("RAY_ADDRESS", None)
+    if address is not None:
+        env["RAY_ADDRESS"] = address
+    return subprocess.Popen(
+        [sys.executable, "-m", "offbeat", "train", str(config), *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+    )
+
+
+def finish(process: subprocess.Popen[str], code: int = 0, seconds: float = 240) -> tuple[str, str]:
+    out, err = process.communicate(timeout=seconds)
+    assert process.returncode == code, f"{out}\n{err}"
+    return out, err
+
+
+def records(config: Path, name: str, kind: str) -> list[dict[str, Any]]:
+    path = config.parent / "runs" / name / "metrics.jsonl"
+    return [record for record in read_metrics(path) if record["type"] == kind]
+
+
+def test_two_runs_on_one_cluster_interleave_and_both_finish(
+    cluster: str, project: Project
+) -> None:
+    """Each with a judge, a scorer and a rule on pools of their own, started at one moment."""
+    sources = ("rule", "judge", "scorer")
+    more = {"cluster__backend": "ray", "train__steps": 80, "data__epochs": 4}
+    paths = [project(sources, name, **more) for name in ("left", "right")]
+    for process in [start(path, cluster) for path in paths]:
+        finish(process)
+    times = {}
+    for path in paths:
+        summary = json.loads((path.parent / "runs" / path.stem / "summary.json").read_text())
+        assert summary["status"] == "finished"
+        assert summary["groups"]["trained"] == 160
+        assert summary["rewards"]["scorer"]["failed"] == {}
+        times[path.stem] = [step["time"] for step in records(path, path.stem, "step")]
+    merged = sorted((t, name) for name, stamps in times.items() for t in stamps)
+    switches = sum(a[1] != b[1] for a, b in zip(merged, merged[1:], strict=False))
+    assert switches >= 3, merged
+
+
+def test_missing_slots_are_named_with_the_command_that_adds_them(
+    cluster: str, project: Project
+) -> None:
+    path = project(cluster__backend="ray", rollout__replicas=SLOTS + 1)
+    _, err = finish(start(path, cluster), code=2)
+    assert "ray start" in err
+    assert "offbeat_slot" in err
+    assert "Traceback" not in err
+    assert not (path.parent / "runs" / "run").exists()
+
+
+def test_pools_that_others_hold_fail_at_their_deadline(cluster: str, project: Project) -> None:
+    busy = project(name="busy", cluster__backend="ray", rollout__replicas=SLOTS - 1, train__steps=30)
+    holder = start(busy, cluster)
+    try:
+        deadline = time.time() + 120
+        while not (busy.parent / "runs" / "busy" / "metrics.jsonl").exists():
+            assert time.time() < deadline
+            time.sleep(0.2)
+        late = project(
+            name="late", cluster__backend="ray", cluster__placement_deadline_seconds=2
+        )
+        _, err = finish(start(late, cluster), code=2)
+        assert "placement_deadline_seconds" in err
+        assert "pool" in err
+    finally:
+        holder.send_signal(signal.SIGINT)
+        holder.communicate(timeout=120)
+
+
+def test_own_cluster_and_an_engine_killed_in_the_middle(project: Project) -> None:
+    """Offbeat starts Ray itself; an engine's process is killed; no group is lost."""
+    path = project(
+        ("rule", "scorer"), cluster__backend="ray", rollout__replicas=2, train__steps=20,
+        rollout__max_tokens=24,
+    )  # fmt: skip
+    process = start(path, None)
+    deadline = time.time() + 120
+    metrics = path.parent / "runs" / "run" / "metrics.jsonl"
+    while not metrics.exists() or len(records(path, "run", "step")) < 2:
+        assert process.poll() is None, process.communicate()
+        assert time.time() < deadline
+        time.sleep(0.2)
+    engines = [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if "EngineActor" in " ".join(child.cmdline())
+    ]
+    assert len(engines) == 2
+    engines[0].kill()
+    finish(process)
+    summary = json.loads((path.parent / "runs" / "run" / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    groups = summary["groups"]
+    assert groups["trained"] == 40
+    assert groups["admitted"] == groups["trained"] + sum(groups["discarded"].values())
+    assert summary["staleness"]["max"] <= summary["staleness"]["bound"]
+    replicas = {sync["replica"] for sync in records(path, "run", "sync")[-2:]}
+    assert replicas == {0, 1}, "the killed engine has joined again"
