@@ -186,7 +186,8 @@ def test_skipped_samples_count_in_the_mean_all_the_same(start):
     skipped, a = gradient_of(start(on_no_signal="skip"), batch, payloads)
     trained, b = gradient_of(start(on_no_signal="train"), batch, payloads)
     assert (skipped - trained).norm() <= 1e-5 * trained.norm()
-    assert a.tokens == b.tokens
+    rewarded = [s for _, rest in STEPS[0] for s in rest if s[2] is not None]
+    assert a.tokens == b.tokens == sum(len(answer) for answer, _, _ in rewarded)
     assert a.computed < b.computed
     assert a.no_signal == b.no_signal == (3,)
     assert a.loss == pytest.approx(b.loss, rel=1e-5)
@@ -213,7 +214,7 @@ def test_g4_a_run_without_signal_ends_and_says_so(start):
 
 def test_a_non_finite_step_changes_nothing_but_the_number(start):
     bad = [(p, [(a, [math.nan] * len(x), r) for a, x, r in rest]) for p, rest in STEPS[0]]
-    trainer, clean = start(max_bad_steps=2), start()
+    trainer, clean = start(max_bad_steps=2, warmup_steps=6), start(warmup_steps=6)
     trainer.step(*to_batch(0, STEPS[0]))
     clean.step(*to_batch(0, STEPS[0]))
     before = weights_of(trainer)
@@ -224,11 +225,13 @@ def test_a_non_finite_step_changes_nothing_but_the_number(start):
     assert trainer.version == PolicyVersion(0, 2)
     after = trainer.step(*to_batch(2, STEPS[2]))
     expected = clean.step(*to_batch(1, STEPS[2]))
-    assert after.learning_rate == expected.learning_rate > result.learning_rate / 2
+    assert after.learning_rate == expected.learning_rate == result.learning_rate
+    assert trainer.step(*to_batch(3, STEPS[3])).learning_rate > after.learning_rate
+    clean.step(*to_batch(2, STEPS[3]))
     assert same(weights_of(trainer), weights_of(clean))
-    trainer.step(*to_batch(3, bad))
-    with pytest.raises(RunFailed, match=r"2 steps.*max_bad_steps.*good step was 2"):
-        trainer.step(*to_batch(4, bad))
+    trainer.step(*to_batch(4, bad))
+    with pytest.raises(RunFailed, match=r"2 steps.*max_bad_steps.*good step was 3"):
+        trainer.step(*to_batch(5, bad))
 
 
 def test_a_sample_that_is_too_stale_is_refused_by_name(start):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from offbeat.errors import UserError
 from offbeat.train.batching import Index, MicroBatch, Trajectory, ancestor_mask, plan
@@ -34,6 +35,7 @@ class PolicyModel:
     """
 
     def __init__(self, path: Path, *, device: torch.device, dtype: str, temperature: float) -> None:
+        transformers_logging.disable_progress_bar()
         try:
             self.module: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
