@@ -203,10 +203,10 @@ def test_whole_result_of_another_type(folder: Path) -> None:
 
 def test_a_hanging_call_is_killed_and_others_go_on(folder: Path) -> None:
     start = time.monotonic()
-    rewards = scored(folder, "odd", ["fine", "hang", "fine"], deadline_seconds=0.5)
+    rewards = scored(folder, "odd", ["fine", "hang", "fine"], deadline_seconds=1)
     assert [reward.value for reward in rewards] == [0.25, None, 0.25]
     assert rewards[1].cause == "timeout"
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 30
 
 
 def test_a_killed_worker_is_replaced(folder: Path) -> None:

@@ -184,7 +184,7 @@ def test_a_failing_engine_is_avoided() -> None:
     ],
 )
 def test_failures_by_cause(engine: FakeEngine, cause: str) -> None:
-    (reward,) = judged([engine], [item()], deadline_seconds=0.2)
+    (reward,) = judged([engine], [item()], deadline_seconds=1)
     assert (reward.status, reward.cause) == ("failed", cause)
     assert engine.running == 0
 

@@ -113,9 +113,9 @@ def test_j5_retry_after_closes_the_endpoint() -> None:
 def test_j5_patience_ends() -> None:
     with JudgeServer(script=[Fault(429, headers={"Retry-After": "3600"})]) as server:
         start = time.monotonic()
-        first, second = judged(server, 2, concurrency=1, deadline_seconds=1)
+        first, second = judged(server, 2, concurrency=1, deadline_seconds=5)
         assert {first.cause, second.cause} == {"rate_limited"}
-        assert time.monotonic() - start < 1
+        assert time.monotonic() - start < 5
         assert len(server.calls) == 1
     with JudgeServer(script=[Fault(429)] * 1000) as server:
         (reward,) = judged(server, deadline_seconds=0.2, retries=1)
@@ -125,10 +125,10 @@ def test_j5_patience_ends() -> None:
 def test_j6_a_hang_is_a_timeout_and_others_go_on() -> None:
     with JudgeServer(script=[Fault(hang=True)]) as server:
         start = time.monotonic()
-        rewards = judged(server, 8, deadline_seconds=0.5, retries=0)
+        rewards = judged(server, 8, deadline_seconds=1, retries=0)
         causes = [reward.cause for reward in rewards]
         assert sorted(map(str, causes)) == ["None"] * 7 + ["timeout"]
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 8
 
 
 def test_j7_down_at_start() -> None:

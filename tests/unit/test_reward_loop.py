@@ -183,7 +183,7 @@ def test_create_starts_at_once_and_stops_the_others_on_a_failure() -> None:
         await RewardLoop.create({s.name: s for s in slow}, {s.name: section() for s in slow})
         return asyncio.get_running_loop().time() - began
 
-    assert asyncio.run(main()) < 1.2
+    assert asyncio.run(main()) < 1.5
 
 
 def test_create_has_a_deadline() -> None:
