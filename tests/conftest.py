@@ -12,12 +12,12 @@ for _key, _value in {
 }.items():
     os.environ.setdefault(_key, _value)
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable  # noqa: E402
+from pathlib import Path  # noqa: E402
 
-import pytest
+import pytest  # noqa: E402
 
-from offbeat.testing import tiny
+from offbeat.testing import tiny  # noqa: E402
 
 REWARDS = '''
 def correct(prompts, completions, reference, **columns):

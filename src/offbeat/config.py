@@ -151,6 +151,8 @@ class TrainSection(Section):
     def _possible(self) -> Self:
         if self.devices == 0:
             raise ValueError(NO_DEVICES.format("devices", "train"))
+        if self.devices > 1:
+            raise ValueError("devices > 1: the trainer is one process on one device; set it to 1")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas = {list(self.betas)} must both be at least 0 and below 1")
         return self

@@ -19,3 +19,10 @@ class RequestRefused(OffbeatError):
 
 class DeadlinePassed(OffbeatError):
     """A wait passed its deadline; the message says whom it waited for."""
+
+
+def first_of(error: BaseException) -> BaseException:
+    """The first exception of a possibly nested group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

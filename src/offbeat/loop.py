@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from offbeat.config import Config
-from offbeat.errors import RunFailed
+from offbeat.errors import RunFailed, first_of
 from offbeat.ledger import Counts, Flag
 from offbeat.records import Batch, Manifest, Span
-from offbeat.rollout.rollouter import Tally, first_of
+from offbeat.rollout.rollouter import Tally
 from offbeat.track.recorder import Recorder
 from offbeat.train.step import StepResult
 from offbeat.weights.sync import SyncReport

@@ -1,4 +1,4 @@
-"""The nouns that travel between roles: frozen, slotted dataclasses of numpy arrays and plain values.
+"""The nouns that travel between roles: frozen, slotted dataclasses of arrays and plain values.
 
 Token arrays (`Payload`) go from engines to the trainer's ranks by reference and never through
 the rollouter's loop; what the rollouter handles is a `Completion` note with a `ref` to them.
@@ -22,7 +22,7 @@ ManifestKind = Literal["full"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class PolicyVersion:
-    """Identity of weights: the trainer's lineage (one per start of it) and the step that made them."""
+    """Identity of weights: the trainer's lineage (one a start of it) and the step that made them."""
 
     lineage: int
     step: int
@@ -87,7 +87,7 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the rollouter knows of one finished sample. `ref` is a `Payload` or a reference to one."""
+    """What the rollouter knows of a finished sample. `ref` is a `Payload` or a reference to it."""
 
     request_id: str
     index: int
@@ -145,7 +145,7 @@ class ScoreItem:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One trajectory of a group with its rewards; `total` is the combined reward, None if dropped."""
+    """One trajectory with its rewards; `total` is the combined reward, None if it was dropped."""
 
     completion: Completion
     rewards: Mapping[str, Reward]
@@ -154,7 +154,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A prompt, its samples, its attempt and deadline: the unit of ledger, advantage and training."""
+    """A prompt, its samples, attempt and deadline: the unit of ledger, advantage and training."""
 
     prompt: Prompt
     attempt: int

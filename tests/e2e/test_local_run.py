@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.reference_grpo import Settings
+from tests.reference_grpo import train as reference_train
 from transformers import AutoModelForCausalLM
 
 from offbeat.cluster.launch import train
@@ -27,8 +29,6 @@ from offbeat.records import Batch, Manifest, Span
 from offbeat.store import read_counts
 from offbeat.track.metrics import read_metrics
 from offbeat.track.recorder import Recorder
-from tests.reference_grpo import Settings
-from tests.reference_grpo import train as reference_train
 
 Project = Callable[..., Path]
 
@@ -80,7 +80,8 @@ def test_last_batch_may_be_smaller(project: Project) -> None:
 def test_without_signal_for_long_the_run_ends_non_zero_and_names_the_setting(
     project: Project, tmp_path: Path
 ) -> None:
-    (tmp_path / "flat.py").write_text("def flat(prompts, completions):\n    return [1.0] * len(completions)\n")
+    body = "def flat(prompts, completions):\n    return [1.0] * len(completions)\n"
+    (tmp_path / "flat.py").write_text(body)
     path = project(
         ("flat",), reward__flat__kind="function", reward__flat__function="flat.py:flat",
         train__max_no_signal_steps=3, train__steps=20,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,7 @@ def records(config: Path, name: str, kind: str) -> list[dict[str, Any]]:
     return [record for record in read_metrics(path) if record["type"] == kind]
 
 
-def test_two_runs_on_one_cluster_interleave_and_both_finish(
-    cluster: str, project: Project
-) -> None:
+def test_two_runs_on_one_cluster_interleave_and_both_finish(cluster: str, project: Project) -> None:
     """Each with a judge, a scorer and a rule on pools of their own, started at one moment."""
     sources = ("rule", "judge", "scorer")
     more = {"cluster__backend": "ray", "train__steps": 80, "data__epochs": 4}
@@ -75,7 +74,7 @@ def test_two_runs_on_one_cluster_interleave_and_both_finish(
         assert summary["rewards"]["scorer"]["failed"] == {}
         times[path.stem] = [step["time"] for step in records(path, path.stem, "step")]
     merged = sorted((t, name) for name, stamps in times.items() for t in stamps)
-    switches = sum(a[1] != b[1] for a, b in zip(merged, merged[1:], strict=False))
+    switches = sum(a[1] != b[1] for a, b in pairwise(merged))
     assert switches >= 3, merged
 
 
@@ -91,16 +90,15 @@ def test_missing_slots_are_named_with_the_command_that_adds_them(
 
 
 def test_pools_that_others_hold_fail_at_their_deadline(cluster: str, project: Project) -> None:
-    busy = project(name="busy", cluster__backend="ray", rollout__replicas=SLOTS - 1, train__steps=30)
+    full = {"cluster__backend": "ray", "rollout__replicas": SLOTS - 1, "train__steps": 30}
+    busy = project(name="busy", **full)
     holder = start(busy, cluster)
     try:
         deadline = time.time() + 120
         while not (busy.parent / "runs" / "busy" / "metrics.jsonl").exists():
             assert time.time() < deadline
             time.sleep(0.2)
-        late = project(
-            name="late", cluster__backend="ray", cluster__placement_deadline_seconds=2
-        )
+        late = project(name="late", cluster__backend="ray", cluster__placement_deadline_seconds=2)
         _, err = finish(start(late, cluster), code=2)
         assert "placement_deadline_seconds" in err
         assert "pool" in err

@@ -247,7 +247,7 @@ class RollouterActor:
         self, judges: dict[str, list[ActorHandle]], scorers: dict[str, list[ActorHandle]]
     ) -> int:
         return await self._side.start(
-            {name: [RayEngine(h, payloads=False) for h in handles] for name, handles in judges.items()},
+            {name: [RayEngine(h, payloads=False) for h in found] for name, found in judges.items()},
             {name: [RayScorer(h) for h in handles] for name, handles in scorers.items()},
         )
 

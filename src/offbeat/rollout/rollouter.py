@@ -17,7 +17,13 @@ from typing import Protocol
 
 from offbeat.buffer import Buffer
 from offbeat.config import Config
-from offbeat.errors import DeadlinePassed, OffbeatError, RequestRefused, RunFailed
+from offbeat.errors import (
+    DeadlinePassed,
+    OffbeatError,
+    RequestRefused,
+    RunFailed,
+    first_of,
+)
 from offbeat.ledger import Counts, Flag, Ledger
 from offbeat.records import (
     Batch,
@@ -35,7 +41,7 @@ from offbeat.records import (
 from offbeat.reward.loop import RewardLoop
 from offbeat.rollout.engine import Engine
 from offbeat.rollout.router import Router, wait_for
-from offbeat.rollout.validation import Check, greedy, validate
+from offbeat.rollout.validation import Check, greedy, unchecked, validate
 from offbeat.store import Store
 from offbeat.weights.sync import Replica, SyncReport, WeightSync
 
@@ -135,11 +141,11 @@ class Rollouter:
                     task.cancel()
                 raise _Stop
         except ExceptionGroup as group:
-            error = first_of(group)
-            if not isinstance(error, _Stop):
-                self._failure = error
+            _, rest = group.split(_Stop)
+            if rest is not None:
+                self._failure = first_of(rest)
                 await self._notify()
-                raise RunFailed(f"rollout failed: {error!r}") from error
+                raise RunFailed(f"rollout failed: {self._failure!r}") from self._failure
 
     async def _admit(self, tasks: asyncio.TaskGroup) -> None:
         """Consumes ordinals; waits for the buffer; produces group tasks; unblocked by the floor,
@@ -323,7 +329,7 @@ class Rollouter:
                 self._generate,
                 self._held_out,
                 greedy(rollout.max_tokens, rollout.stop),
-                self._check or _unchecked,
+                self._check or unchecked,
                 concurrency=rollout.seats * len(self.replicas),
             )
             return self.sync.floor, metrics
@@ -378,12 +384,15 @@ class Rollouter:
         return f"step {step} waits for {names or 'new groups'}"
 
     async def _discard_stragglers(self, step: int) -> None:
-        """Only when ready groups could go without them: a slow judge never drops anything."""
-        if self._buffer.snapshot().ready < self._buffer.groups_per_step:
+        """Those that still generate, if only they hold the step; scores have their own deadlines
+        (a slow judge never drops anything)."""
+        seen = self._buffer.snapshot()
+        late = self._buffer.stragglers(step)
+        if seen.ready < self._buffer.groups_per_step and len(late) < seen.live - seen.ready:
             return
-        for ordinal in self._buffer.stragglers(step):
+        for ordinal in late:
             row = self._ledger.row(ordinal)
-            if row is not None:
+            if row is not None and row.state == "admitted":
                 await self._discard(ordinal, row.attempt, "straggler")
 
     def _record(self) -> None:
@@ -400,18 +409,6 @@ class _Stop(Exception):
 
 def _spawn(tasks: asyncio.TaskGroup, work: Coroutine[None, None, None]) -> None:
     tasks.create_task(work)
-
-
-def _unchecked(prompts: list[str], completions: list[str], **_: object) -> list[float | None]:
-    return [None] * len(completions)
-
-
-def first_of(error: BaseException) -> BaseException:
-    """The first exception of a possibly nested group that is not a mere stop."""
-    while isinstance(error, BaseExceptionGroup):
-        inner = [e for e in error.exceptions if not isinstance(e, _Stop)]
-        error = (inner or list(error.exceptions))[0]
-    return error
 
 
 def _cause(error: BaseException) -> str:

@@ -68,6 +68,11 @@ async def validate(
     }
 
 
+def unchecked(prompts: list[str], completions: list[str], **_: object) -> list[float | None]:
+    """The checker of a run that has none: nothing is scored."""
+    return [None] * len(completions)
+
+
 async def run_check(
     check: Check, prompts: Sequence[Prompt], completions: Sequence[str]
 ) -> list[float | None]:
