@@ -33,7 +33,7 @@ from offbeat.config import Config
 from offbeat.errors import RunFailed, first_of
 from offbeat.ledger import Counts, Flag
 from offbeat.records import Batch, Manifest, Span
-from offbeat.rollout.rollouter import Tally
+from offbeat.rollout.parts import Tally
 from offbeat.track.recorder import Recorder
 from offbeat.train.step import StepResult
 from offbeat.weights.sync import SyncReport

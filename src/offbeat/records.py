@@ -22,7 +22,7 @@ ManifestKind = Literal["full"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class PolicyVersion:
-    """Identity of weights: the trainer's lineage (one a start of it) and the step that made them."""
+    """Identity of weights: the trainer's lineage (one a start) and the step that made them."""
 
     lineage: int
     step: int

@@ -35,7 +35,8 @@ from offbeat.records import (
     Span,
 )
 from offbeat.rollout.engine import Engine
-from offbeat.rollout.rollouter import Rollouter, Tally
+from offbeat.rollout.parts import Tally
+from offbeat.rollout.rollouter import Rollouter
 from offbeat.weights.sync import SyncReport
 
 if TYPE_CHECKING:

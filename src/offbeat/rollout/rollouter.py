@@ -12,8 +12,6 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from offbeat.buffer import Buffer
 from offbeat.config import Config
@@ -40,6 +38,7 @@ from offbeat.records import (
 )
 from offbeat.reward.loop import RewardLoop
 from offbeat.rollout.engine import Engine
+from offbeat.rollout.parts import PromptSource, Tally
 from offbeat.rollout.router import Router, wait_for
 from offbeat.rollout.validation import Check, greedy, unchecked, validate
 from offbeat.store import Store
@@ -49,29 +48,8 @@ log = logging.getLogger(__name__)
 LAG_PERIOD_SECONDS = 0.05
 
 
-class PromptSource(Protocol):
-    """Where prompts come from: `total` ordinals, each always the same prompt."""
-
-    @property
-    def total(self) -> int:
-        """Ordinals there are: epochs x rows."""
-        ...
-
-    def prompt(self, ordinal: int) -> Prompt:
-        """The prompt of an ordinal in [0, total)."""
-        ...
-
-
 class GroupFailed(OffbeatError):
     """A group cannot be used; the message is the ledger's reason. It is not tried again."""
-
-
-@dataclass(slots=True)
-class Tally:
-    """Numbers since they were last read."""
-
-    generated_tokens: int = 0
-    loop_lag_seconds: float = 0.0
 
 
 class Rollouter:
