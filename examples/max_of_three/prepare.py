@@ -69,7 +69,7 @@ REPORT = Part(
     40,
     ("report.json",),
 )  # fmt: skip
-DATA = Part("data", "task.py", (), 1, ("train.jsonl", "val.jsonl"))
+DATA = Part("data", "task.py", (), 1, ("train.jsonl", "validation.jsonl"))
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Preparation:
 
     def make(self, part: Part, target: Path) -> bool:
         """Run a maker in a process of its own, one thread, and follow its progress."""
-        part.began = time.monotonic()
+        part.began, part.message = time.monotonic(), "starting"
         env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         env |= {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         env |= {"TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -154,7 +154,7 @@ class Preparation:
 
     def write_data(self) -> None:
         """Write the training and the held-out problems."""
-        for name, problems in (("train", task.training()), ("val", task.held_out())):
+        for name, problems in (("train", task.training()), ("validation", task.held_out())):
             making = self.out / f".{name}.making"
             task.write_jsonl(making, problems)
             making.rename(self.out / f"{name}.jsonl")
