@@ -2,10 +2,10 @@
 
     python examples/max_of_three/prepare.py [--out DIR]
 
-About three minutes on two cores the first time; a second run finds the cache and takes a
-second. Two lanes run side by side, one thread each: judge, and actor then scorer. Each
-artefact is made in a folder of its own and renamed into place when it is whole, so an
-interrupted run loses only what was in the making. A recipe that changed makes anew.
+The first time takes under three minutes on two free cores; a second run finds the cache
+and takes a second. Two lanes run side by side, one thread each: judge, and actor then
+scorer. Each artefact is made in a folder of its own and renamed into place when it is
+whole, so an interrupted run loses only what was in the making. A changed recipe makes anew.
 """
 
 from __future__ import annotations
