@@ -11,7 +11,7 @@ import json
 import os
 import textwrap
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import httpx
 import numpy as np
@@ -49,7 +49,8 @@ def preflight(config: Config, say: Say) -> None:
     held_out = select_rows(config, "validation")[1] if config.data.validation else []
     _check_functions(config, rows, held_out, say)
     for name, source in config.active_rewards.items():
-        _check_template(name, source, plain_prompt(config, rows[0]), say)
+        prompt = plain_prompt(config, rows[0])
+        _check_template(name, source, prompt, reference_answer(config, prompt), say)
         if source.kind == "genrm" and source.base_url is not None:
             say(f"reward/{name}: {probe_judge(name, source)}")
     _check_prompts(config, len(rows), bool(held_out), say)
@@ -135,17 +136,27 @@ def _check_functions(
     for key, spec, of, seconds in found:
         prompts = [plain_prompt(config, row) for row in of[:3]]
         worker = WorkerProcess(spec, config.base_dir, key)
-        asyncio.run(_try_function(worker, f"{key} = {spec!r}", prompts, seconds, say))
+        answers = {
+            "empty": [""] * len(prompts),
+            "reference": [reference_answer(config, prompt) for prompt in prompts],
+            "short": ["x"] * len(prompts),
+        }
+        asyncio.run(_try_function(worker, f"{key} = {spec!r}", prompts, answers, seconds, say))
+
+
+def reference_answer(config: Config, prompt: Prompt) -> str:
+    """The reference as a sample would end it: with the first stop string, if there is one."""
+    return (prompt.reference or "") + next(iter(config.rollout.stop), "")
 
 
 async def _try_function(
-    worker: WorkerProcess, who: str, prompts: Sequence[Prompt], seconds: float, say: Say
+    worker: WorkerProcess,
+    who: str,
+    prompts: Sequence[Prompt],
+    kinds: Mapping[str, Sequence[str]],
+    seconds: float,
+    say: Say,
 ) -> None:
-    kinds: dict[str, list[str]] = {
-        "empty": [""] * len(prompts),
-        "reference": [prompt.reference or "" for prompt in prompts],
-        "short": ["x"] * len(prompts),
-    }
     failures: list[str] = []
     try:
         await worker.start()
@@ -179,7 +190,9 @@ def _shown(value: float | str | None) -> str:
     return "no opinion" if value is None else f"{value:g}"
 
 
-def _check_template(name: str, source: RewardSourceSection, prompt: Prompt, say: Say) -> None:
+def _check_template(
+    name: str, source: RewardSourceSection, prompt: Prompt, answer: str, say: Say
+) -> None:
     """Renders a source's own template for the first row; what fails there fails everywhere."""
     if source.template is None:
         return
@@ -189,7 +202,7 @@ def _check_template(name: str, source: RewardSourceSection, prompt: Prompt, say:
     variables = more if source.kind == "genrm" else {}
     template = TextTemplate.load(source.template, "", key, **variables)
     try:
-        text = template.render(ScoreItem(prompt, prompt.reference or ""))
+        text = template.render(ScoreItem(prompt, answer))
     except TemplateFailed as error:
         raise UserError(
             f"{key}: {source.template} fails on the first row ({error}); it may use question, "
