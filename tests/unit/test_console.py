@@ -30,13 +30,22 @@ def record(step: int, **more: Any) -> dict[str, Any]:
     } | more  # fmt: skip
 
 
-def lines_of(step: dict[str, Any], spans: list[Span], total: int | None = 200) -> list[str]:
+def lines_of(
+    step: dict[str, Any], spans: list[Span], total: int | None = 200, width: int | None = 120
+) -> list[str]:
     clock, stream = Clock(), io.StringIO()
-    console = Console(total, stream, clock=clock)
+    console = Console(total, stream, clock=clock, width=width)
     clock.now += 10
     console.spans(spans)
     console.step(step)
     return stream.getvalue().splitlines()
+
+
+def test_a_step_is_one_line_unless_a_width_is_asked_for() -> None:
+    spans = [Span("reward/judge", 0, "score", 1000, 1010, 9.4)]
+    (line,) = lines_of(record(11), spans, width=None)
+    assert line.startswith("step  12/200  reward 0.61")
+    assert line.endswith("judge is the bottleneck: computes 94 %, trainer waits 41 %")
 
 
 def test_a_step_says_all_of_it_within_120_columns() -> None:

@@ -1,6 +1,7 @@
 """The run as text: one line a step, and a line for each phase. Never raises into training.
 
-A line that does not fit the width goes on, indented, in the next one; it breaks between facts.
+A step is one line, so that it can be searched for; with a `width`, a line that does not fit goes
+on, indented, in the next one, broken between facts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from offbeat.track.overlap import busy
 
 logger = logging.getLogger(__name__)
 
-WIDTH = 120
 RECENT_STEPS = 20  # steps whose pace the time left is estimated from
 SPANS_A_LINE = 50_000  # newest ones kept for the next line
 SATURATED = 0.6  # of the time: a role that computes so much can be called a bottleneck
@@ -37,7 +37,7 @@ class Console:
         total_steps: int | None,
         stream: TextIO | None = None,
         *,
-        width: int = WIDTH,
+        width: int | None = None,
         clock: Callable[[], float] = time.time,
         replicas: Mapping[str, int] | None = None,
         started: float | None = None,
@@ -118,7 +118,7 @@ class Console:
         return f"{elapsed}, {duration(max(0, self._total - done) * pace)} left"
 
     def _write(self, *facts: str) -> None:
-        lines = wrap(facts, self._width)
+        lines = ["  ".join(facts)] if self._width is None else wrap(facts, self._width)
         if self._stream is None:
             for line in lines:
                 logger.info("%s", line)
