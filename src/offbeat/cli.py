@@ -129,7 +129,7 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     from offbeat.cli_check import preflight
 
     config = load_config(options.config, overrides)
-    preflight(config, lambda line: None)
+    preflight(config, lambda line: None, lambda line: print(f"offbeat: {line}", file=sys.stderr))
     from offbeat.cluster import launch
 
     return launch.train(config)

@@ -24,7 +24,15 @@ from offbeat.cluster.plan import (
     resource_map,
 )
 from offbeat.config import Config, RewardSourceSection, Section
-from offbeat.data import Row, load_prompts, load_tokenizer, plain_prompt, planned_steps, select_rows
+from offbeat.data import (
+    Row,
+    load_prompts,
+    load_tokenizer,
+    model_positions,
+    plain_prompt,
+    planned_steps,
+    select_rows,
+)
 from offbeat.errors import UserError
 from offbeat.records import Prompt, ScoreItem
 from offbeat.reward.function import WorkerFailed, WorkerProcess
@@ -39,8 +47,11 @@ PROBE_SECONDS = 5.0
 """How long an external judge may take to answer the probe."""
 
 
-def preflight(config: Config, say: Say) -> None:
-    """Checks everything that can be checked without starting anything; raises `UserError`."""
+def preflight(config: Config, say: Say, warn: Say | None = None) -> None:
+    """Checks everything that can be checked without starting anything; raises `UserError`.
+
+    `warn` is told what a run goes on without; by default it is `say`.
+    """
     say(settings_text(config))
     if config.run_dir.exists():
         raise UserError(f"run name exists: {config.run_dir}; choose another with --run")
@@ -53,7 +64,7 @@ def preflight(config: Config, say: Say) -> None:
         _check_template(name, source, prompt, reference_answer(config, prompt), say)
         if source.kind == "genrm" and source.base_url is not None:
             say(f"reward/{name}: {probe_judge(name, source)}")
-    _check_prompts(config, len(rows), bool(held_out), say)
+    _check_prompts(config, len(rows), bool(held_out), say, warn or say)
 
 
 _FUNCTION = ("function", "workers")
@@ -236,7 +247,7 @@ def probe_judge(name: str, source: RewardSourceSection) -> str:
     return f"{base} answers (HTTP {reply.status_code})"
 
 
-def _check_prompts(config: Config, rows: int, held_out: bool, say: Say) -> None:
+def _check_prompts(config: Config, rows: int, held_out: bool, say: Say, warn: Say) -> None:
     """Tokenises all prompts, and says what a run comes to."""
     say("")
     total = rows * config.data.epochs
@@ -248,11 +259,12 @@ def _check_prompts(config: Config, rows: int, held_out: bool, say: Say) -> None:
         for split in ("train", "validation") if held_out else ("train",):
             prompts = load_prompts(config, tokenizer, split)
             tokens = np.array([len(prompt.token_ids) for prompt in prompts.prompts])
-            skipped = f", {len(prompts.skipped)} too long and skipped" if prompts.skipped else ""
             say(
                 f"{split}: {len(prompts)} prompts, {tokens.min()} to {tokens.max()} tokens, "
-                f"mean {tokens.mean():.1f}{skipped}"
+                f"mean {tokens.mean():.1f}"
             )
+            if prompts.skipped:
+                warn(_skipped(split, prompts.skipped))
             if split == "train":
                 total = prompts.total
     train, rollout = config.train, config.rollout
@@ -271,14 +283,16 @@ def _check_prompts(config: Config, rows: int, held_out: bool, say: Say) -> None:
         say(note)
 
 
+def _skipped(split: str, lines: Sequence[int]) -> str:
+    """Which rows a run goes on without."""
+    shown = ", ".join(map(str, lines[:10])) + (", ..." if len(lines) > 10 else "")
+    return f"{split}: {len(lines)} prompts are too long and skipped, in line {shown}"
+
+
 def _positions_note(config: Config) -> str | None:
     """A note when the context is longer than the positions that the model was made for."""
-    try:
-        described = json.loads((config.model.path / "config.json").read_text(encoding="utf-8"))
-        positions = described.get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError):
-        return None
-    if not isinstance(positions, int) or config.rollout.max_context <= positions:
+    positions = model_positions(config.model.path)
+    if positions is None or config.rollout.max_context <= positions:
         return None
     return (
         f"note: rollout.max_context = {config.rollout.max_context} is more than the model's "

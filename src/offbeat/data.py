@@ -205,7 +205,7 @@ def load_prompts(config: Config, tokenizer: Tokenizer, split: Split) -> PromptSe
     path, rows = select_rows(config, split)
     texts = [_text(config, tokenizer, path, row) for row in rows]
     ids = tokenize(tokenizer, texts, [_messages_of(config, row) is not None for row in rows])
-    room = config.rollout.max_context - config.rollout.max_tokens
+    room, of = _room(config)
     kept: list[Row] = []
     prompts: list[Prompt] = []
     skipped: list[int] = []
@@ -220,13 +220,13 @@ def load_prompts(config: Config, tokenizer: Tokenizer, split: Split) -> PromptSe
         else:
             raise UserError(
                 f"{path} line {row.line} has a prompt of {len(token_ids)} tokens, and "
-                f"rollout.max_context - max_tokens leaves {room}; shorten it, raise "
-                'rollout.max_context, or set data.on_overlong = "skip"'
+                f"{of} - rollout.max_tokens leaves {room}; shorten it, make room, or set "
+                'data.on_overlong = "skip"'
             )
     if not prompts:
         raise UserError(
-            f"{path}: all {len(skipped)} prompts are longer than the {room} tokens that "
-            "rollout.max_context - max_tokens leaves; raise rollout.max_context"
+            f"{path}: all {len(skipped)} prompts are longer than the {room} tokens that {of} - "
+            "rollout.max_tokens leaves; make room"
         )
     train = split == "train"
     if train:
@@ -239,6 +239,31 @@ def load_prompts(config: Config, tokenizer: Tokenizer, split: Split) -> PromptSe
         shuffle=train and config.data.shuffle,
         skipped=tuple(skipped),
     )
+
+
+def model_positions(path: Path) -> int | None:
+    """Positions that the model in a directory was made for; None if its config.json says none."""
+    try:
+        described = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        positions = described.get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return positions if isinstance(positions, int) and positions > 0 else None
+
+
+def _room(config: Config) -> tuple[int, str]:
+    """Tokens that a prompt may have, as the engine counts them, and what sets the limit."""
+    context, of = config.rollout.max_context, "rollout.max_context"
+    positions = model_positions(config.model.path)
+    if positions is not None and positions < context:
+        context, of = positions, f"the model's context of {positions}"
+    room = context - config.rollout.max_tokens
+    if room < 1:
+        raise UserError(
+            f"rollout.max_tokens = {config.rollout.max_tokens} leaves no room for a prompt in "
+            f"{of}; lower it"
+        )
+    return room, of
 
 
 def _check_enough(config: Config, path: Path, rows: int, skipped: int) -> None:

@@ -218,6 +218,23 @@ def test_overlong_prompts_fail_with_their_line_or_are_skipped_and_counted(
         load_prompts(tight, tokenizer, "train")
 
 
+def test_t7_the_models_own_context_counts_when_it_is_shorter(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    """An engine takes no more than the model has positions for, whatever max_context says."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 32}')
+    write(tmp_path / "train.jsonl", [{"prompt": "a"}, {"prompt": "b" * 20}, {"prompt": "c" * 19}])
+    room = {"max_tokens": 12, "max_context": 2048}
+    with pytest.raises(UserError, match=r"line 2 has a prompt of 21.* context of 32 .* leaves 20"):
+        load_prompts(settings(tmp_path, rollout=room), tokenizer, "train")
+    config = settings(tmp_path, {"on_overlong": "skip"}, rollout=room)
+    assert load_prompts(config, tokenizer, "train").skipped == (2,)
+    none = settings(tmp_path, rollout={"max_tokens": 32, "max_context": 64})
+    with pytest.raises(UserError, match=r"max_tokens = 32 leaves no room .* context of 32"):
+        load_prompts(none, tokenizer, "train")
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -276,3 +293,4 @@ def test_steps_are_known_before_the_first(tmp_path: Path) -> None:
     capped = settings(tmp_path, train={"groups_per_step": 4, "steps": 10})
     assert planned_steps(capped, 103) == 10
     assert planned_steps(capped, 30) == 8
+    assert planned_steps(config, 3) == 1
