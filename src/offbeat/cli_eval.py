@@ -36,6 +36,7 @@ async def evaluate(
     rollout = config.rollout
     engine = TransformersEngine(
         str(config.model.path),
+        tokenizer_path=None if config.model.tokenizer is None else str(config.model.tokenizer),
         role="validate",
         replica=0,
         seats=rollout.seats,

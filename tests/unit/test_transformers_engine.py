@@ -26,11 +26,22 @@ from engine_models import (
     write_version,
 )
 
+from offbeat.config import TrainSection
 from offbeat.errors import RequestRefused, RunFailed, UserError
-from offbeat.records import Completion, GenerateRequest, PolicyVersion, Sampling
+from offbeat.records import (
+    Batch,
+    Completion,
+    GenerateRequest,
+    Group,
+    PolicyVersion,
+    Prompt,
+    Sample,
+    Sampling,
+)
 from offbeat.rollout.kv import chunked, share_prefixes
 from offbeat.rollout.stop_strings import StopStrings
 from offbeat.rollout.transformers_engine import TransformersEngine
+from offbeat.train.step import gather
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +128,91 @@ def test_sampled_ids_are_returned_not_encoded_again(models: dict[str, Path]) -> 
         assert completion.text == tokenizer.decode(
             completion.ref.token_ids, skip_special_tokens=True
         )
+
+
+HELLO = ["</s>", "he", "llo", "hello", " ", *"helo"]
+
+
+def hello_tokenizer(path: Path, eos: str = "</s>") -> None:
+    """One that writes `hello` as a single token, and knows `he` and `llo` as well."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers import models as kinds
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: i for i, word in enumerate(HELLO)}
+    merges = [("h", "e"), ("l", "l"), ("ll", "o"), ("he", "llo")]
+    bpe = kinds.BPE(vocab=words | {"ll": len(words)}, merges=merges)
+    core = Tokenizer(bpe)
+    core.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
+    core.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos).save_pretrained(path)
+
+
+def _write_always(engine: TransformersEngine, ids: list[int]) -> None:
+    """Makes the engine draw these ids, one after another, with their true log-probs."""
+    model = engine._stepper.model  # type: ignore[union-attr]
+    coming = iter(ids)
+
+    def draw(logits: Any, heat: list[float], counts: list[int]) -> Any:
+        token = next(coming)
+        return [token], [torch.log_softmax(logits[0].float(), -1)[token].item()]
+
+    model.draw = draw
+
+
+def test_t1_he_llo_is_trained_as_he_llo(tmp_path: Path) -> None:
+    """Sampled `he` + `llo`, which the tokenizer writes as the one token `hello`."""
+    path = make_model(tmp_path / "m")
+    hello_tokenizer(path)
+
+    async def body(engine: TransformersEngine) -> list[Completion]:
+        _write_always(engine, [1, 2, 0])
+        return await collect(engine, "r", [4, 5], 1, Sampling(8))
+
+    (found,) = run_engine(path, body)
+    from transformers import AutoTokenizer
+
+    assert found.text == "hello"
+    assert AutoTokenizer.from_pretrained(path).encode("hello") == [3]
+    assert found.ref.token_ids.tolist() == [1, 2, 0]
+    assert len(found.ref.logprobs) == len(found.ref.versions) == 3
+    check_completion(load_oracle(path), [4, 5], found, 1.0)
+    samples = [Sample(found, {}, reward) for reward in (1.0, 0.0)]
+    prompt = Prompt(0, np.array([4, 5], np.int32), "", "")
+    batch = Batch(0, (Group(prompt, 0, 0, tuple(samples)),))
+    trained = gather(batch, [[found.ref, found.ref]], TrainSection.model_validate({}))
+    assert [t.completion.tolist() for t in trained.trajectories] == [[1, 2, 0], [1, 2, 0]]
+    assert trained.behaviour.tolist() == found.ref.logprobs.tolist() * 2
+
+
+@pytest.mark.parametrize("text", ["", " "])
+def test_t6_nothing_and_white_space_are_kept_as_they_are(tmp_path: Path, text: str) -> None:
+    path = make_model(tmp_path / "m")
+    hello_tokenizer(path)
+    ids = [4, 0] if text else [0]
+
+    async def body(engine: TransformersEngine) -> list[Completion]:
+        _write_always(engine, ids)
+        return await collect(engine, "r", [1, 2], 1, Sampling(8))
+
+    (found,) = run_engine(path, body)
+    assert (found.text, found.finish_reason, found.tokens) == (text, "stop", len(ids))
+    assert found.ref.token_ids.tolist() == ids
+    check_completion(load_oracle(path), [1, 2], found, 1.0)
+
+
+def test_a_tokenizer_of_its_own_says_what_ends_a_sample_and_what_it_reads(tmp_path: Path) -> None:
+    """`model.tokenizer`: the prompts' tokenizer is the answers' too."""
+    path = make_model(tmp_path / "m")
+    hello_tokenizer(tmp_path / "t", eos="hello")
+
+    async def body(engine: TransformersEngine) -> list[Completion]:
+        _write_always(engine, [0, 1, 3])
+        return await collect(engine, "r", [1, 2], 1, Sampling(8))
+
+    (found,) = run_engine(path, body, tokenizer_path=str(tmp_path / "t"))
+    assert found.ref.token_ids.tolist() == [0, 1, 3]
+    assert (found.text, found.finish_reason) == ("</s>he", "stop")
 
 
 def _favour(path: Path, token: int) -> Path:

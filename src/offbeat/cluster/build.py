@@ -30,6 +30,7 @@ def make_engine(spec: EngineSpec) -> Engine:
 
     return TransformersEngine(
         spec.model_path,
+        tokenizer_path=spec.tokenizer_path,
         role=spec.role,
         replica=spec.replica,
         seats=spec.seats,

@@ -25,6 +25,7 @@ class EngineSpec:
     on_update: str
     threads: int
     lineage: int = 0
+    tokenizer_path: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ def policy_engine(config: Config, run: RunSpec, replica: int) -> EngineSpec:
         on_update=rollout.on_update,
         threads=rollout.threads,
         lineage=run.lineage,
+        tokenizer_path=None if config.model.tokenizer is None else str(config.model.tokenizer),
     )
 
 

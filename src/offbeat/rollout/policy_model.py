@@ -32,6 +32,7 @@ class PolicyModel:
         self,
         model_path: str,
         *,
+        tokenizer_path: str | None,
         dtype: str,
         device: torch.device,
         seats: int,
@@ -46,7 +47,7 @@ class PolicyModel:
                 model: Any = AutoModelForCausalLM.from_pretrained(
                     model_path, dtype=wanted, attn_implementation="sdpa"
                 )
-                self.tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
+                self.tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_path or model_path)
         except (OSError, ValueError) as error:
             raise UserError(f"no causal LM with a tokenizer could be loaded: {error}") from error
         _check_config(model_path, model.config)

@@ -75,14 +75,16 @@ class TransformersEngine:
     `seats` samples run at once; a request with more completions takes seats as they free.
     `max_context` bounds prompt + answer, as does the model's own limit. `seed` and `replica`
     together seed the draws. `load_manifest` reads and verifies published weights.
-    `version` names the weights that `model_path` holds. A sample ends at the tokenizer's
-    end-of-sequence token; the model's generation_config is not read.
+    `version` names the weights that `model_path` holds. A sample ends at the end-of-sequence
+    token of the tokenizer in `tokenizer_path` (default: the model's); the model's
+    generation_config is not read.
     """
 
     def __init__(
         self,
         model_path: str,
         *,
+        tokenizer_path: str | None = None,
         role: str = "rollout",
         replica: int = 0,
         seats: int = 64,
@@ -100,6 +102,7 @@ class TransformersEngine:
         self._device = torch.device(device)
         self._model: dict[str, Any] = {
             "model_path": model_path,
+            "tokenizer_path": tokenizer_path,
             "dtype": dtype,
             "device": self._device,
             "seats": seats,
