@@ -57,7 +57,7 @@ class FakeEngine:
 class Letters:
     """A tokenizer of one token a character."""
 
-    bos_token_id = None
+    bos_token_id = eos_token_id = None
     chat_template = None
 
     def __call__(self, text: str) -> dict[str, list[int]]:
@@ -211,6 +211,37 @@ def test_spans_carry_the_sources_name() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("text", ["8", "Score: 8/10", "**8**", "8.0", '{"score": 8}'])
+def test_j1_verdicts_of_a_judge_are_an_eight(text: str) -> None:
+    (reward,) = judged([FakeEngine(text)], [item()])
+    assert reward == Reward.scored("judge", 7 / 9, raw=text)
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("", "unparseable"),
+        ("I cannot judge this", "unparseable"),
+        ("eight-ish", "unparseable"),
+        ("11", "out_of_range"),
+        ("-3", "out_of_range"),
+        ("NaN", "unparseable"),
+        ("8 or 9", "unparseable"),
+        ("8 " * 5_000_000, "unparseable"),
+    ],
+    ids=lambda value: value[:12],
+)
+def test_j2_verdicts_of_a_judge_are_failures_not_numbers(text: str, cause: str) -> None:
+    (reward,) = judged([FakeEngine(text)], [item()])
+    assert (reward.status, reward.cause, reward.value) == ("failed", cause, None)
+    assert len(reward.raw) <= 4000
+
+
+def test_j3_eyes_of_a_judge_are_no_yes() -> None:
+    (reward,) = judged([FakeEngine("I saw it with my own eyes")], [item()], parser="yes_no")
+    assert (reward.cause, reward.value) == ("unparseable", None)
+
+
 def bos_tokenizer(adds: bool, template: str) -> PreTrainedTokenizerFast:
     words = {word: i for i, word in enumerate(["<s>", "</s>", "user", "hi", "a", "?"])}
     core = Tokenizer(models.WordLevel(words, unk_token="?"))
@@ -237,6 +268,21 @@ def test_t3_exactly_one_bos(adds: bool, template: str, ids: list[int]) -> None:
     assert encode_chat(tokenizer, [{"role": "user", "content": "hi"}], ask=True) == ids
     assert encode(tokenizer, "<s> hi") == [0, 3]
     assert encode(tokenizer, "hi") == ([0, 3] if adds else [3])
+
+
+def test_t3_a_judge_goes_on_with_a_text_that_no_eos_ends() -> None:
+    """A tokenizer that frames every text in <s> and </s>: a scorer gets both, a judge one BOS."""
+    tokenizer = bos_tokenizer(True, "")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        "<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    assert encode(tokenizer, "<s> hi") == [0, 3, 1]
+    assert encode(tokenizer, "<s> hi", ask=True) == [0, 3]
+    engine, config = FakeEngine(), section(template=None)
+    source = GenRM("judge", config, EngineBackend([engine], tokenizer, config))
+    asyncio.run(source.score([item()]))
+    ids = list(engine.requests[0].prompt_ids)
+    assert (ids[0], ids.count(0), ids.count(1)) == (0, 1, 0)
 
 
 def test_built_in_needs(tmp_path: Path) -> None:

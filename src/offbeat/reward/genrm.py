@@ -292,7 +292,7 @@ class EngineBackend:
         """Runs on a thread; a fast tokenizer must not be used by two at a time."""
         with self._encoding:
             if not self._section.chat:
-                return encode(self._tokenizer, text)
+                return encode(self._tokenizer, text, ask=True)
             message = {"role": "user", "content": text}
             try:
                 return encode_chat(self._tokenizer, [message], ask=True)

@@ -63,9 +63,17 @@ class TextTemplate:
             raise TemplateFailed(f"{type(error).__name__}: {error}") from error
 
 
-def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a plain text with the tokenizer's own special tokens and at most one BOS."""
-    return _one_bos(tokenizer, list(tokenizer(text)["input_ids"]))
+def encode(tokenizer: Any, text: str, *, ask: bool = False) -> list[int]:
+    """Token ids of a plain text with the tokenizer's own special tokens and at most one BOS.
+
+    With `ask` the text is to be gone on with: an end of sequence that the tokenizer puts behind
+    every text is left out.
+    """
+    ids = list(tokenizer(text)["input_ids"])
+    end = tokenizer.eos_token_id
+    if ask and end is not None and list(tokenizer("a")["input_ids"])[-1:] == [end]:
+        ids.pop()
+    return _one_bos(tokenizer, ids)
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, ask: bool) -> list[int]:
