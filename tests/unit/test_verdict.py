@@ -84,7 +84,9 @@ def test_j2_no_number(text: str, cause: str) -> None:
         "".join(f"{i} " for i in range(3500)),
         '{"a":' * 4000,
         "score:" * 3000,
-        *(letter * 19_999 for letter in "[{/ \n"),
+        *(letter * 19_999 for letter in "[{/ \nn"),
+        "not " * 5000,
+        "n't " * 5000,
     ],
     ids=lambda text: f"{text[:4]!r}x{len(text)}",
 )
@@ -100,6 +102,28 @@ def test_j3_whole_words() -> None:
     for text in ["I see it with my eyes", "yesterday", "know", "no-one can say", "", "yes and no"]:
         assert isinstance(parse_verdict(text, "yes_no", SCALE), Unread)
     assert parse_verdict("my eyes say: yes", "yes_no", SCALE) == Grade(1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["not a yes", "I cannot say yes", "I don\u2019t think yes fits.", "Never no", "isn't YES"],
+)
+def test_j3_a_negated_word_is_none(text: str) -> None:
+    assert isinstance(parse_verdict(text, "yes_no", SCALE), Unread)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("No, it is not right.", 0.0),
+        ("The answer is not right: no", 0.0),
+        ("It isn't wrong.\nYes", 1.0),
+        ("Yes, I cannot find a fault", 1.0),
+        ("a knot, yes", 1.0),
+    ],
+)
+def test_j3_a_negation_elsewhere_takes_nothing_away(text: str, value: float) -> None:
+    assert parse_verdict(text, "yes_no", SCALE) == Grade(value, value)
 
 
 def test_json_parser_wants_an_object() -> None:

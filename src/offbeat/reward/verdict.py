@@ -22,6 +22,10 @@ LONGEST = 20_000
 _SEPARATORS = re.compile(r"[\s*_()\[\]{}<>:;=\"'`#|!?~]+")
 _NUMBER = re.compile(r"[-+\u2212\u2013]?[0-9]{1,40}(?:\.[0-9]{1,40})?", re.ASCII)
 _WORDS = re.compile(r"(?<![\w'\u2019-])(yes|no)(?![\w'\u2019-])", re.IGNORECASE)
+_PHRASES = re.compile(r"[.:;!?\n]+")
+_NOT = re.compile(
+    r"(?<!\w)(?:not|never|neither|nor|cannot|without|hardly|\w+n['\u2019]t)(?!\w)", re.IGNORECASE
+)
 _LABELS = frozenset({"score", "grade", "rating"})
 _KEYS = frozenset({*_LABELS, "verdict", "value"})
 _NOT_NUMBERS = frozenset({"nan", "inf", "infinity", "-inf", "+inf"})
@@ -83,7 +87,13 @@ def parse_verdict(
 
 
 def _yes_no(text: str) -> Grade | Unread:
-    words = {match.lower() for match in _WORDS.findall(text)}
+    words: set[str] = set()
+    for phrase in _PHRASES.split(text):
+        found = list(_WORDS.finditer(phrase))
+        words |= {match.group().lower() for match in found}
+        denied = _NOT.search(phrase) if found else None
+        if denied is not None and denied.start() < found[-1].start():
+            return Unread("unparseable", f"a negated {found[-1].group().lower()}")
     if len(words) != 1:
         return Unread("unparseable", "both yes and no" if words else "neither yes nor no")
     value = 1.0 if words == {"yes"} else 0.0
