@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from offbeat.records import (
     EngineHealth,
     GenerateRequest,
     Manifest,
+    Payload,
     PolicyVersion,
     Prompt,
     Reward,
@@ -27,6 +29,7 @@ from offbeat.reward.loop import Scored
 from offbeat.rollout.engine import Engine
 from offbeat.rollout.rollouter import Rollouter
 from offbeat.store import Store, read_counts
+from offbeat.train.step import gather
 
 ZERO = PolicyVersion(0, 0)
 
@@ -188,21 +191,23 @@ def test_every_ordinal_is_trained_once_and_the_store_says_the_same(tmp_path: Pat
     assert read_counts(tmp_path / "ledger.sqlite") == counts
 
 
+@pytest.mark.parametrize(("bad", "max_staleness"), [(77, 2), (0, 0), (127, 0), (127, 2)])
 def test_w1_one_failing_group_of_128_is_retried_then_discarded_by_its_cause(
-    tmp_path: Path,
+    tmp_path: Path, bad: int, max_staleness: int
 ) -> None:
     tries: list[int] = []
 
     async def behave(ordinal: int, attempt: int) -> None:
-        if ordinal == 77:
+        if ordinal == bad:
             tries.append(attempt)
             raise ValueError("broken")
 
     async def body(rollouter: Rollouter) -> Any:
         return await train_all(rollouter), await rollouter.counts()
 
-    steps, counts = drive(tmp_path, config_of(tmp_path), [FakeEngine(behave)], body, total=128)
-    assert sorted(o for step in steps for o in step) == [o for o in range(128) if o != 77]
+    config = config_of(tmp_path, max_staleness=max_staleness)
+    steps, counts = drive(tmp_path, config, [FakeEngine(behave)], body, total=128)
+    assert sorted(o for step in steps for o in step) == [o for o in range(128) if o != bad]
     assert counts["discarded"] == {"generation: ValueError": 1}
     assert tries == [0, 1]
 
@@ -279,13 +284,68 @@ def test_drop_group_discards_it_naming_the_source(tmp_path: Path) -> None:
 
 def test_a_group_with_too_few_rewards_is_discarded_by_name(tmp_path: Path) -> None:
     async def body(rollouter: Rollouter) -> Any:
-        with pytest.raises(RunFailed, match="min_scored"):
+        with pytest.raises(RunFailed, match="min_scored: r timeout"):
             await rollouter.batch(0)
 
     drive(
         tmp_path, config_of(tmp_path), [FakeEngine(prompt_answer)], body, total=400,
         rewards=FakeRewards(verdict="drop_sample"),
     )  # fmt: skip
+
+
+class Choir(FakeEngine):
+    """Gives eight answers, named a to h by index, the last one first."""
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
+        for index in (7, 2, 5, 0, 3, 6, 1, 4):
+            await asyncio.sleep(0)
+            payload = Payload(
+                np.array([index], np.int32), np.array([-1.0 - index], np.float32),
+                np.zeros(1, np.int32),
+            )  # fmt: skip
+            text = "abcdefgh"[index]
+            yield Completion(request.request_id, index, text, 1, 0, 0, "stop", payload)
+
+
+class ByAnswer(FakeRewards):
+    """The reward that belongs to an answer; a NaN is a failure, whose sample is dropped."""
+
+    def __init__(self, rewards: dict[str, float]) -> None:
+        super().__init__()
+        self.rewards = rewards
+
+    async def score(self, item: ScoreItem) -> Scored:
+        await asyncio.sleep(0.01 * (ord(item.completion) % 3))
+        reward = Reward.scored("r", self.rewards[item.completion])
+        verdict = "keep" if reward.status == "scored" else "drop_sample"
+        return Scored({"r": reward}, reward.value, verdict)  # type: ignore[arg-type]
+
+
+def test_g5_dropped_samples_leave_the_others_rewards_in_place(tmp_path: Path) -> None:
+    """Eight samples that end in odd order, three dropped: up to what the trainer makes of them."""
+    given = {"a": math.nan, "b": 1.0, "c": 2.0, "d": math.nan, "e": math.nan, "f": 5.0, "g": 6.0,
+             "h": 9.0}  # fmt: skip
+
+    async def body(rollouter: Rollouter) -> Any:
+        return await rollouter.batch(0)
+
+    config = config_of(tmp_path, rollout={"group_size": 8})
+    rewards = ByAnswer(given)
+    batch = drive(tmp_path, config, [Choir(prompt_answer)], body, total=4, rewards=rewards)
+    kept = {text: value for text, value in given.items() if math.isfinite(value)}
+    for group in batch.groups:
+        assert [s.completion.text for s in group.samples] == list(given)
+        assert {s.completion.text: s.total for s in group.samples if s.total is not None} == kept
+        assert group.samples[0].rewards["r"].cause == "non_finite"
+    payloads = [[s.completion.ref for s in group.samples] for group in batch.groups]
+    samples = gather(batch, payloads, config.train)
+    places = ["abcdefgh".index(text) for text in kept] * 4
+    values = np.array(list(kept.values()))
+    expected = (values - values.mean()) / (values.std(ddof=1) + config.train.advantage_eps)
+    assert [int(t.completion[0]) for t in samples.trajectories] == places
+    assert samples.behaviour.tolist() == [-1.0 - place for place in places]
+    assert samples.advantages == pytest.approx(np.tile(expected, 4), abs=1e-6)
+    assert samples.tokens == 20
 
 
 def test_a_sample_is_scored_when_it_ends_not_when_its_group_does(tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from offbeat.records import Prompt
+from offbeat.records import Prompt, Sample
 
 
 class PromptSource(Protocol):
@@ -27,3 +28,14 @@ class Tally:
 
     generated_tokens: int = 0
     loop_lag_seconds: float = 0.0
+
+
+def too_few(samples: Sequence[Sample]) -> str:
+    """The reason to discard a group below `train.min_scored`, with the sources' own causes."""
+    causes = {
+        f"{name} {reward.cause}"
+        for sample in samples
+        for name, reward in sample.rewards.items()
+        if reward.cause is not None
+    }
+    return f"min_scored: {', '.join(sorted(causes))}" if causes else "min_scored"

@@ -38,7 +38,7 @@ from offbeat.records import (
 )
 from offbeat.reward.loop import RewardLoop
 from offbeat.rollout.engine import Engine
-from offbeat.rollout.parts import PromptSource, Tally
+from offbeat.rollout.parts import PromptSource, Tally, too_few
 from offbeat.rollout.router import Router, wait_for
 from offbeat.rollout.validation import Check, greedy, unchecked, validate
 from offbeat.store import Store
@@ -198,7 +198,7 @@ class Rollouter:
         if len(samples) != request.n:
             raise OffbeatError(f"engine gave {len(samples)} of {request.n} samples")
         if sum(sample.total is not None for sample in samples) < self.config.train.min_scored:
-            raise GroupFailed("min_scored")
+            raise GroupFailed(too_few(samples))
         return sorted(samples, key=lambda sample: sample.completion.index)
 
     async def _generate(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
