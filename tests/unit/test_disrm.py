@@ -162,6 +162,16 @@ def test_d3_over_length(
     assert [logit is None for logit in short] == [False, True]
 
 
+def test_d3_a_chat_is_cut_behind_its_bos(scorers: dict[tuple[str, str], Path]) -> None:
+    path = scorers["llama", "right"]
+    text = "d" * 100 + "end"
+    cut, _ = logits(section(path, chat=True, over_length="cut_front"), [item(text), item("x")])
+    tail = PreTrainedTokenizerFast.from_pretrained(path)(
+        f"{text}</s>", add_special_tokens=False
+    )["input_ids"][-63:]  # fmt: skip
+    assert cut[0] == pytest.approx(reference_logits(path, [[1, *tail]])[0], abs=1e-4)
+
+
 class FakeScorer:
     """Scores by length; can be slow, broken, or say odd things."""
 
