@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from offbeat.records import Prompt, Sample
+from offbeat.errors import OffbeatError, first_of
+from offbeat.records import Prompt, Sample, Span
+
+log = logging.getLogger(__name__)
+DRAIN_SECONDS = 2.0
+LAG_PERIOD_SECONDS = 0.05
+
+
+class GroupFailed(OffbeatError):
+    """A group cannot be used; the message is the ledger's reason. It is not tried again."""
 
 
 class PromptSource(Protocol):
@@ -39,3 +51,32 @@ def too_few(samples: Sequence[Sample]) -> str:
         if reward.cause is not None
     }
     return f"min_scored: {', '.join(sorted(causes))}" if causes else "min_scored"
+
+
+def cause_of(error: BaseException) -> str:
+    """What a failed attempt is counted under."""
+    error = first_of(error)
+    return "deadline" if isinstance(error, TimeoutError) else type(error).__name__
+
+
+async def measure_lag(tally: Callable[[], Tally]) -> None:
+    """Measures, for ever, how late the event loop wakes a sleeper."""
+    while True:
+        before = time.perf_counter()
+        await asyncio.sleep(LAG_PERIOD_SECONDS)
+        lag = time.perf_counter() - before - LAG_PERIOD_SECONDS
+        tally().loop_lag_seconds = max(tally().loop_lag_seconds, lag)
+
+
+async def spans_of(drains: Sequence[Callable[[], Awaitable[list[Span]]]]) -> list[Span]:
+    """Spans of all that answer in time. Telemetry of a dead or hung replica is lost, no more."""
+
+    async def one(drain: Callable[[], Awaitable[list[Span]]]) -> list[Span]:
+        try:
+            async with asyncio.timeout(DRAIN_SECONDS):
+                return await drain()
+        except Exception as error:  # boundary: telemetry never changes training
+            log.warning("spans are lost: %s: %s", type(error).__name__, error)
+            return []
+
+    return [span for part in await asyncio.gather(*map(one, drains)) for span in part]

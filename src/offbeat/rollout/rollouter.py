@@ -8,10 +8,9 @@ Invariant: every admitted ordinal ends in exactly one of trained and discarded(r
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from offbeat.buffer import Buffer
 from offbeat.config import Config
@@ -38,18 +37,22 @@ from offbeat.records import (
 )
 from offbeat.reward.loop import RewardLoop
 from offbeat.rollout.engine import Engine
-from offbeat.rollout.parts import PromptSource, Tally, too_few
+from offbeat.rollout.generation import Generation
+from offbeat.rollout.parts import (
+    GroupFailed,
+    PromptSource,
+    Tally,
+    cause_of,
+    measure_lag,
+    spans_of,
+    too_few,
+)
 from offbeat.rollout.router import Router, wait_for
 from offbeat.rollout.validation import Check, greedy, unchecked, validate
 from offbeat.store import Store
 from offbeat.weights.sync import Replica, SyncReport, WeightSync
 
 log = logging.getLogger(__name__)
-LAG_PERIOD_SECONDS = 0.05
-
-
-class GroupFailed(OffbeatError):
-    """A group cannot be used; the message is the ledger's reason. It is not tried again."""
 
 
 class Rollouter:
@@ -87,7 +90,13 @@ class Rollouter:
         self._buffer = Buffer(config.train.max_staleness, config.train.groups_per_step)
         self._ledger = Ledger()
         self._changed = asyncio.Condition()
-        self._router = Router(self.replicas, self._changed)
+        self._generation = Generation(
+            Router(self.replicas, self._changed),
+            lambda: self.sync,
+            deadline_seconds=config.rollout.deadline_seconds,
+            max_attempts=config.rollout.max_attempts,
+        )
+        self._tasks: dict[int, asyncio.Task[None]] = {}  # of groups that are not ready
         self._groups: dict[int, Group] = {}  # ready, not yet batched
         self._batch: Batch | None = None  # the newest, so that asking twice gives it twice
         self._next_ordinal = 0
@@ -108,12 +117,14 @@ class Rollouter:
                 self._sync = WeightSync(
                     self.replicas,
                     deadline_seconds=self.config.weights.deadline_seconds,
+                    start_deadline_seconds=self.config.cluster.start_deadline_seconds,
                     replace=self._replace,
-                    on_change=lambda: _spawn(tasks, self._notify()),
+                    on_change=self._notify,
                     tasks=tasks,
                 )
                 self.running.set()
-                owned = [tasks.create_task(self._admit(tasks)), tasks.create_task(self._measure())]
+                lag = measure_lag(lambda: self.tally)
+                owned = [tasks.create_task(self._admit(tasks)), tasks.create_task(lag)]
                 await self._stopping.wait()
                 for task in owned:
                     task.cancel()
@@ -138,16 +149,10 @@ class Rollouter:
                 deadline = self._buffer.admit(prompt.ordinal, 0, floor, self._next_step)
                 self._ledger.admit(prompt.ordinal, deadline, floor)
                 self._record()
-            tasks.create_task(self._group(prompt))
+            task = tasks.create_task(self._group(prompt), name=str(prompt.ordinal))
+            self._tasks[prompt.ordinal] = task
+            task.add_done_callback(lambda task: self._tasks.pop(int(task.get_name()), None))
             await asyncio.sleep(0)
-
-    async def _measure(self) -> None:
-        """Measures how late the event loop wakes a sleeper."""
-        while True:
-            before = time.perf_counter()
-            await asyncio.sleep(LAG_PERIOD_SECONDS)
-            lag = time.perf_counter() - before - LAG_PERIOD_SECONDS
-            self.tally.loop_lag_seconds = max(self.tally.loop_lag_seconds, lag)
 
     # -- one group -------------------------------------------------------------------------------
 
@@ -160,8 +165,8 @@ class Rollouter:
             except GroupFailed as failure:
                 return await self._discard(prompt.ordinal, attempt, str(failure))
             except Exception as error:  # boundary: one group's failure never touches another
-                cause = _cause(error)
-                log.warning("group %d attempt %d: %s", prompt.ordinal, attempt, error)
+                cause = cause_of(error)
+                log.warning("group %d attempt %d: %s: %s", prompt.ordinal, attempt, cause, error)
                 if attempt + 1 >= self.config.rollout.max_attempts:
                     return await self._discard(prompt.ordinal, attempt, f"generation: {cause}")
                 if not self._buffer.is_live(prompt.ordinal, attempt):
@@ -183,32 +188,23 @@ class Rollouter:
         scoring: list[asyncio.Task[Sample]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
-                async with asyncio.timeout(self.config.rollout.deadline_seconds):
-                    async for completion in self._generate(request):
-                        self.tally.generated_tokens += completion.tokens
-                        scoring.append(tasks.create_task(self._score(prompt, completion)))
+                async for completion in self._generation.once(request):
+                    self.tally.generated_tokens += completion.tokens
+                    scoring.append(tasks.create_task(self._score(prompt, completion)))
                 if not self._ledger.generated(prompt.ordinal, attempt):
                     raise GroupFailed("superseded")
                 self._record()
         except ExceptionGroup as group:
             error = first_of(group)
-            refused = isinstance(error, RequestRefused)
-            raise GroupFailed("refused") if refused else error from error
+            if isinstance(error, RequestRefused):
+                raise GroupFailed("refused") from error
+            raise error from None
         samples = [task.result() for task in scoring]
         if len(samples) != request.n:
             raise OffbeatError(f"engine gave {len(samples)} of {request.n} samples")
         if sum(sample.total is not None for sample in samples) < self.config.train.min_scored:
             raise GroupFailed(too_few(samples))
         return sorted(samples, key=lambda sample: sample.completion.index)
-
-    async def _generate(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
-        replica = await self._router.pick(self.config.rollout.deadline_seconds)
-        with self._router.load(replica, request.n):
-            async with contextlib.aclosing(replica.engine.generate(request)) as completions:
-                async for completion in completions:
-                    if completion.finish_reason == "aborted":
-                        raise OffbeatError("generation was aborted")
-                    yield completion
 
     async def _score(self, prompt: Prompt, completion: Completion) -> Sample:
         scored = await self.rewards.score(
@@ -232,13 +228,14 @@ class Rollouter:
 
     async def _discard(self, ordinal: int, attempt: int, reason: str) -> None:
         async with self._changed:
-            if self._buffer.discard(ordinal, attempt):
-                self._ledger.discarded(ordinal, reason, attempt)
-                self._groups.pop(ordinal, None)
-                self._record()
-                self._discards += 1
-                self._failures_in_a_row += 1
-                self._changed.notify_all()
+            if not self._buffer.discard(ordinal, attempt):
+                return  # discarded before, as a straggler
+            self._ledger.discarded(ordinal, reason, attempt)
+            self._groups.pop(ordinal, None)
+            self._record()
+            self._discards += 1
+            self._failures_in_a_row += 1
+            self._changed.notify_all()
         log.warning("group %d discarded: %s", ordinal, reason)
         limit = 3 * self._buffer.max_live
         if self._failures_in_a_row >= limit:
@@ -270,8 +267,7 @@ class Rollouter:
                 if left <= patience:
                     raise RunFailed(f"no batch for step {step}: {late}") from late
                 await self._discard_stragglers(step)
-        if self._failure is not None:
-            raise RunFailed(f"rollout failed: {self._failure}") from self._failure
+        self._raise_failure()
         groups = tuple(self._groups.pop(ordinal) for ordinal in ordinals)
         self._batch = Batch(step, groups)
         self._next_step = step + 1
@@ -294,6 +290,7 @@ class Rollouter:
 
     async def published(self, manifest: Manifest) -> int:
         """Loads a version into every engine; returns the floor then."""
+        self._raise_failure()
         return await self.sync.publish(manifest)
 
     async def validate(self) -> tuple[int, dict[str, float]]:
@@ -301,15 +298,27 @@ class Rollouter:
 
         Publications wait meanwhile; rollout goes on beside it.
         """
-        rollout = self.config.rollout
-        async with self.sync.lock, asyncio.timeout(self.config.validation.deadline_seconds):
-            metrics = await validate(
-                self._generate,
-                self._held_out,
-                greedy(rollout.max_tokens, rollout.stop),
-                self._check or unchecked,
-                concurrency=rollout.seats * len(self.replicas),
-            )
+        rollout, seconds = self.config.rollout, self.config.validation.deadline_seconds
+        async with self.sync.lock:
+            try:
+                async with asyncio.timeout(seconds) as limit:
+                    metrics = await validate(
+                        self._generation.patient,
+                        self._held_out,
+                        greedy(rollout.max_tokens, rollout.stop),
+                        self._check or unchecked,
+                        concurrency=rollout.seats * len(self.replicas),
+                    )
+            except TimeoutError as late:
+                if not limit.expired():
+                    raise
+                busy = {replica.index: replica.outstanding for replica in self.replicas}
+                raise DeadlinePassed(
+                    f"validation of version {self.sync.floor} was not done within "
+                    f"validate.deadline_seconds = {seconds:g}; samples that engines owe: {busy}"
+                ) from late
+            except ExceptionGroup as group:
+                raise first_of(group) from None
             return self.sync.floor, metrics
 
     async def counts(self) -> Counts:
@@ -319,11 +328,7 @@ class Rollouter:
     async def drain(self) -> tuple[list[Span], list[SyncReport], Tally]:
         """Spans of engines and reward sources, weight-sync reports and the tally, since last."""
         routable = [replica.engine for replica in self.replicas if replica.routable]
-        drained = await asyncio.gather(
-            *(engine.drain_spans() for engine in routable), return_exceptions=True
-        )
-        spans = [span for part in drained if isinstance(part, list) for span in part]
-        spans += await self.rewards.drain_spans()
+        spans = await spans_of([*(e.drain_spans for e in routable), self.rewards.drain_spans])
         tally, self.tally = self.tally, Tally()
         return spans, self.sync.drain_reports(), tally
 
@@ -355,6 +360,10 @@ class Rollouter:
             return []
         return self._buffer.take(step, final=self._final())
 
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise RunFailed(f"rollout failed: {self._failure}") from self._failure
+
     def _whom(self, step: int) -> str:
         late = self._buffer.stragglers(step)[:8]
         state = {o: row.state for o in late if (row := self._ledger.row(o)) is not None}
@@ -372,6 +381,8 @@ class Rollouter:
             row = self._ledger.row(ordinal)
             if row is not None and row.state == "admitted":
                 await self._discard(ordinal, row.attempt, "straggler")
+                if (task := self._tasks.get(ordinal)) is not None:
+                    task.cancel()  # its seats and its judges are free at once
 
     def _record(self) -> None:
         self._store.put(self._ledger.drain())
@@ -383,12 +394,3 @@ class Rollouter:
 
 class _Stop(Exception):
     """Ends the task group from inside."""
-
-
-def _spawn(tasks: asyncio.TaskGroup, work: Coroutine[None, None, None]) -> None:
-    tasks.create_task(work)
-
-
-def _cause(error: BaseException) -> str:
-    error = first_of(error)
-    return "deadline" if isinstance(error, TimeoutError) else type(error).__name__

@@ -1,8 +1,9 @@
 """Weight sync: a published version goes to every engine; then the floor rises.
 
 Invariants: at most one publication is in flight; the floor is the lowest version that every
-routable engine has acknowledged; an engine that misses its deadline leaves routing *before* its
-acknowledgement is waived, and joins again in the same moment as it acknowledges the current one.
+routable engine has acknowledged; an engine that misses its deadline, or fails a request and is not
+well after it, leaves routing *before* its acknowledgement is waived, and joins again in the same
+moment as it acknowledges the current one. What an engine does after its replacement is ignored.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from offbeat.errors import RunFailed
-from offbeat.records import Manifest, PolicyVersion
+from offbeat.records import EngineHealth, Manifest, PolicyVersion
 
 log = logging.getLogger(__name__)
+HEALTH_SECONDS = 15.0
+RESTART_PAUSE_SECONDS = 0.5  # before the second try; it doubles
 
 
 class Loader(Protocol):
@@ -25,6 +28,10 @@ class Loader(Protocol):
 
     async def load(self, manifest: Manifest) -> PolicyVersion:
         """Swaps weights; returning is the acknowledgement."""
+        ...
+
+    async def health(self) -> EngineHealth:
+        """Raises what ended the engine."""
         ...
 
 
@@ -65,8 +72,9 @@ class WeightSync(Generic[E]):
         replicas: Sequence[Replica[E]],
         *,
         deadline_seconds: float,
+        start_deadline_seconds: float,
         replace: Callable[[int], Awaitable[E]],
-        on_change: Callable[[], None],
+        on_change: Callable[[], Awaitable[None]],
         tasks: asyncio.TaskGroup,
         max_restarts: int = 3,
     ) -> None:
@@ -75,6 +83,7 @@ class WeightSync(Generic[E]):
         self.current: Manifest | None = None
         self.reports: list[SyncReport] = []
         self._deadline = deadline_seconds
+        self._start_deadline = start_deadline_seconds
         self._replace = replace
         self._on_change = on_change
         self._tasks = tasks
@@ -98,37 +107,70 @@ class WeightSync(Generic[E]):
             self.current = manifest
             routable = [replica for replica in self.replicas if replica.routable]
             await asyncio.gather(*(self._load(replica, manifest) for replica in routable))
-            self._on_change()
+            await self._on_change()
             return self.floor
 
     async def _load(self, replica: Replica[E], manifest: Manifest) -> None:
         start = time.time()
+        engine = replica.engine
+        acknowledged = False
         try:
             async with asyncio.timeout(self._deadline):
-                replica.version = await replica.engine.load(manifest)
+                version = await engine.load(manifest)
+            if replica.engine is engine:  # else it was replaced meanwhile
+                replica.version, acknowledged = version, replica.routable
         except Exception as error:  # boundary: whatever ends an engine's load takes it out
-            cause = "missed its deadline" if isinstance(error, TimeoutError) else repr(error)
+            cause = self._cause(error, f"missed its deadline of {self._deadline:g} s")
             log.warning("engine %d: load of version %s: %s", replica.index, manifest.version, cause)
-            self.take_out(replica, cause)
-        acknowledged = replica.routable
+            self.take_out(replica, engine, cause)
         self.reports.append(
             SyncReport(manifest.version.step, replica.index, start, time.time(), acknowledged)
         )
 
-    def take_out(self, replica: Replica[E], cause: str) -> None:
-        """Leaves routing now and starts the replacement, once."""
-        if not replica.routable:
+    async def check(self, replica: Replica[E], engine: E, failure: Exception) -> None:
+        """After a failed request: an engine that is not well leaves routing before it is asked
+        again."""
+        try:
+            async with asyncio.timeout(HEALTH_SECONDS):
+                await engine.health()
+        except Exception as error:  # boundary: whatever health raises, the engine is not well
+            cause = self._cause(error, f"health gave no answer within {HEALTH_SECONDS:g} s")
+            self.take_out(replica, engine, f"{self._cause(failure, 'deadline')}; then {cause}")
+
+    def take_out(self, replica: Replica[E], engine: E, cause: str) -> None:
+        """Leaves routing now and starts the replacement, once; not if `engine` was replaced."""
+        if not replica.routable or replica.engine is not engine:
             return
         replica.routable = False
-        self._tasks.create_task(self._revive(replica, cause))
+        log.warning("engine %d is taken out: %s", replica.index, cause)
+        work = self._revive(replica, cause)
+        try:
+            self._tasks.create_task(work)
+        except RuntimeError:  # the tasks are ending, with the run
+            work.close()
 
     async def _revive(self, replica: Replica[E], cause: str) -> None:
-        replica.restarts += 1
-        if replica.restarts > self._max_restarts:
-            raise RunFailed(
-                f"engine {replica.index} failed {replica.restarts} times; the last time: {cause}"
-            )
-        replica.engine = await self._replace(replica.index)
+        pause = RESTART_PAUSE_SECONDS
+        while True:
+            replica.restarts += 1
+            if replica.restarts > self._max_restarts:
+                raise RunFailed(
+                    f"engine {replica.index} failed {replica.restarts} times; the last: {cause}"
+                )
+            try:
+                await self._restart(replica)
+                break
+            except Exception as error:  # boundary: a start that fails is tried again
+                cause = self._cause(error, "its replacement did not start in time")
+                log.warning("engine %d: replacement: %s", replica.index, cause)
+                await asyncio.sleep(pause)
+                pause *= 2
+        log.info("engine %d joined again at version %s", replica.index, replica.version)
+        await self._on_change()
+
+    async def _restart(self, replica: Replica[E]) -> None:
+        async with asyncio.timeout(self._start_deadline):
+            replica.engine = await self._replace(replica.index)
         loaded: Manifest | None = None
         while loaded is not self.current:  # a newer version may be published meanwhile
             target = self.current
@@ -138,8 +180,10 @@ class WeightSync(Generic[E]):
             loaded = target
         replica.outstanding = 0
         replica.routable = True  # no await since the check above: it joins at the current version
-        log.info("engine %d joined again at version %s", replica.index, replica.version)
-        self._on_change()
+
+    @staticmethod
+    def _cause(error: Exception, late: str) -> str:
+        return late if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
 
     def drain_reports(self) -> list[SyncReport]:
         """Reports since the last call."""

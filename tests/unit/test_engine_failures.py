@@ -1,0 +1,175 @@
+"""Engines that die, hang or are replaced while they generate: whoever is out is not asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.test_rollouter import (
+    FakeEngine,
+    FakeRewards,
+    config_of,
+    drive,
+    prompt_answer,
+    train_all,
+)
+
+from offbeat.errors import RunFailed
+from offbeat.records import Completion, EngineHealth, GenerateRequest, Manifest, PolicyVersion
+from offbeat.rollout.engine import Engine
+from offbeat.rollout.rollouter import Rollouter
+
+
+class Mortal(FakeEngine):
+    """Dies at its `lives`-th request; then every call raises."""
+
+    def __init__(self, lives: int) -> None:
+        super().__init__(prompt_answer)
+        self.lives = lives
+        self.asked = 0
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
+        self.asked += 1
+        self.lives -= 1
+        self.alive()
+        async for completion in super().generate(request):
+            yield completion
+
+    async def health(self) -> EngineHealth:
+        self.alive()
+        return await super().health()
+
+    async def load(self, manifest: Manifest) -> PolicyVersion:
+        self.alive()
+        return await super().load(manifest)
+
+    def alive(self) -> None:
+        if self.lives < 0:
+            raise ConnectionError("the actor died")
+
+
+async def counted(rollouter: Rollouter) -> Any:
+    return await train_all(rollouter), await rollouter.counts()
+
+
+def test_an_engine_that_dies_while_it_generates_leaves_routing_and_is_replaced(
+    tmp_path: Path,
+) -> None:
+    dead = Mortal(3)
+    other = FakeEngine(prompt_answer)
+    replaced: list[int] = []
+
+    async def replace(index: int) -> Engine:
+        replaced.append(index)
+        await asyncio.sleep(0.3)
+        return FakeEngine(prompt_answer)
+
+    steps, counts = drive(
+        tmp_path, config_of(tmp_path), [dead, other], counted, total=120, replace=replace
+    )
+    assert counts["discarded"] == {}
+    assert sorted(o for step in steps for o in step) == list(range(120))
+    assert replaced == [0]
+    assert dead.asked < 20, "a dead engine is not asked again and again"
+
+
+def test_the_only_engine_dies_and_groups_wait_for_its_replacement(tmp_path: Path) -> None:
+    async def replace(index: int) -> Engine:
+        await asyncio.sleep(0.3)
+        return FakeEngine(prompt_answer)
+
+    _, counts = drive(
+        tmp_path, config_of(tmp_path), [Mortal(5)], counted, total=40, replace=replace
+    )
+    assert counts["discarded"] == {}
+    assert counts["trained"] == 40
+
+
+def test_a_failure_of_one_request_leaves_a_healthy_engine_in_routing(tmp_path: Path) -> None:
+    async def behave(ordinal: int, attempt: int) -> None:
+        if attempt == 0:
+            raise ValueError("once")
+
+    _, counts = drive(tmp_path, config_of(tmp_path), [FakeEngine(behave)], counted, total=16)
+    assert counts["trained"] == 16
+
+
+def test_a_replacement_that_fails_is_tried_again(tmp_path: Path) -> None:
+    tries: list[int] = []
+
+    async def replace(index: int) -> Engine:
+        tries.append(index)
+        if len(tries) < 3:
+            raise ConnectionError("no room yet")
+        return FakeEngine(prompt_answer)
+
+    _, counts = drive(
+        tmp_path, config_of(tmp_path), [Mortal(5)], counted, total=24, replace=replace
+    )
+    assert counts["trained"] == 24
+    assert len(tries) == 3
+
+
+def test_an_engine_that_never_comes_back_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    async def replace(index: int) -> Engine:
+        raise ConnectionError("no room")
+
+    with pytest.raises(RunFailed, match=r"engine 0 failed 4 times.*no room"):
+        drive(tmp_path, config_of(tmp_path), [Mortal(5)], train_all, total=24, replace=replace)
+
+
+def test_a_straggler_that_is_discarded_stops_generating(tmp_path: Path) -> None:
+    stopped: list[int] = []
+    rewards = FakeRewards()
+
+    async def behave(ordinal: int, attempt: int) -> None:
+        if ordinal == 0:
+            try:
+                await asyncio.sleep(15)
+            except asyncio.CancelledError:
+                stopped.append(ordinal)
+                raise
+
+    async def body(rollouter: Rollouter) -> Any:
+        await train_all(rollouter)
+        await asyncio.sleep(0)
+        return list(stopped), [r.outstanding for r in rollouter.replicas]
+
+    config = config_of(tmp_path, straggler_patience_seconds=0.2)
+    seen, outstanding = drive(
+        tmp_path, config, [FakeEngine(behave)], body, total=40, rewards=rewards
+    )
+    assert seen == [0]
+    assert outstanding == [0]
+    assert rewards.seen == 2 * 39, "nothing of a discarded group is scored"
+
+
+class HungDrain(FakeEngine):
+    async def drain_spans(self) -> list[Any]:
+        await asyncio.sleep(60)
+        return []
+
+
+class DeadScorers(FakeRewards):
+    async def drain_spans(self) -> list[Any]:
+        raise ConnectionError("the scorer's actor died")
+
+
+def test_telemetry_of_dead_and_hung_replicas_never_stops_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offbeat.rollout.parts.DRAIN_SECONDS", 0.2)
+
+    async def body(rollouter: Rollouter) -> Any:
+        await rollouter.batch(0)
+        return await rollouter.drain()
+
+    spans, _, tally = drive(
+        tmp_path, config_of(tmp_path), [HungDrain(prompt_answer)], body, total=16,
+        rewards=DeadScorers(),
+    )  # fmt: skip
+    assert spans == []
+    assert tally.generated_tokens > 0
