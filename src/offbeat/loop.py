@@ -182,4 +182,10 @@ class AsyncLoop:
                 f"{lost} of {counts['admitted']} groups were discarded "
                 f"({counts['discarded']}); {self.trained_steps} steps are done"
             )
+        if counts["no_signal"] == counts["trained"]:
+            raise RunFailed(
+                f"all {counts['trained']} groups trained were no_signal (equal rewards, see "
+                f'train.on_no_signal = "{self.config.train.on_no_signal}"): nothing was learnt in '
+                f"{self.trained_steps} steps"
+            )
         return counts
