@@ -145,6 +145,9 @@ class TrainSection(Section):
         300, description="wait for a straggler that blocks a step; then it is discarded by name"
     )
     batch_deadline_seconds: Seconds = Field(1800, description="wait for a batch at most")
+    deadline_seconds: Seconds = Field(
+        3600, description="of one call of the trainer: a step, a publication, a checkpoint"
+    )
     threads: Positive = Field(1, description="CPU threads of the trainer process")
 
     @model_validator(mode="after")

@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from offbeat.config import Config
-from offbeat.errors import RunFailed, first_of
+from offbeat.errors import DeadlinePassed, RunFailed, UserError, first_of
 from offbeat.ledger import Counts, Flag
 from offbeat.records import Batch, Manifest, Span
 from offbeat.rollout.parts import Tally
@@ -39,6 +39,9 @@ from offbeat.train.step import StepResult
 from offbeat.weights.sync import SyncReport
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+GRACE_SECONDS = 120.0  # for a role to answer, beyond what it waits for by a setting of its own
+LAST_SECONDS = 10.0  # for the last numbers of a run that ends
 
 
 class RollouterRole(Protocol):
@@ -93,7 +96,8 @@ class AsyncLoop:
         self._validated = -1
 
     async def run(self) -> Outcome:
-        """Runs to the end. Raises `RunFailed` with the last good step when it cannot go on."""
+        """Runs to the end. Raises `RunFailed` with the steps done when it cannot go on, and
+        `UserError` likewise for what the user mends."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 publisher = tasks.create_task(self._publish_and_validate())
@@ -106,9 +110,11 @@ class AsyncLoop:
                         await asyncio.sleep(0)  # it takes its turn before the next step
             await self._save(final=True)
             await self._validate()
-        except ExceptionGroup as group:
-            error = first_of(group)
-            raise RunFailed(f"{error}; {self.trained_steps} steps are done") from error
+        except Exception as failure:  # boundary: whatever ends a run says how far it came
+            error = first_of(failure)
+            kind = UserError if isinstance(error, UserError) else RunFailed
+            said = str(error) or repr(error)
+            raise kind(f"{said}; {self.trained_steps} steps are done") from error
         finally:
             await self._drain()
         return Outcome(self.trained_steps, await self._books())
@@ -116,19 +122,20 @@ class AsyncLoop:
     async def _train(self, step: int) -> bool:
         """Consumes one batch; waits for it alone; produces weights of step + 1."""
         waiting = self.recorder.clock()
-        batch = await self.rollouter.batch(step)
+        patience = self.config.train.batch_deadline_seconds + GRACE_SECONDS
+        batch = await within(patience, f"the rollouter's batch {step}", self.rollouter.batch(step))
         if not batch.groups:
             self.recorder.say(f"the data has ended after {step} steps")
             return False
         waited = self.recorder.clock() - waiting
         async with self._turn:
-            result = await self.trainer.step(batch)
+            result = await self._trainer(f"step {step}", self.trainer.step(batch))
         flags: dict[int, Flag] = {group.prompt.ordinal: "signal" for group in batch.groups}
         flags.update({ordinal: "no_signal" for ordinal in result.no_signal})
-        counts = await self.rollouter.trained(step, flags)
+        counts = await _soon(self.rollouter.trained(step, flags))
         self.trained_steps = step + 1
-        spans, reports, tally = await self.rollouter.drain()
-        spans += await self.trainer.drain_spans()
+        spans, reports, tally = await _soon(self.rollouter.drain())
+        spans += await self._trainer("spans", self.trainer.drain_spans())
         self.recorder.step(batch, result, waited, counts, spans, reports, tally)
         if self.trained_steps % self.config.train.checkpoint_every == 0:
             await self._save(final=False)
@@ -140,9 +147,11 @@ class AsyncLoop:
             await self._validate()
         while self._published < self.trained_steps:
             async with self._turn:
-                manifest = await self.trainer.publish()
+                manifest = await self._trainer("publication", self.trainer.publish())
             self._published = manifest.version.step
-            await self.rollouter.published(manifest)
+            seconds = self.config.weights.deadline_seconds + GRACE_SECONDS
+            whom = f"the rollouter's engines, with version {manifest.version},"
+            await within(seconds, whom, self.rollouter.published(manifest))
             every = self.config.validation.every
             due = every > 0 and self._published // every > max(self._validated, 0) // every
             if due and self._published < self.total_steps:
@@ -151,7 +160,9 @@ class AsyncLoop:
     async def _validate(self) -> None:
         if self.config.data.validation is None or self._validated == self.trained_steps:
             return
-        version, metrics = await self.rollouter.validate()
+        seconds = self.config.validation.deadline_seconds + GRACE_SECONDS
+        call = self.rollouter.validate()
+        version, metrics = await within(seconds, "the rollouter's validation", call)
         self._validated = version
         self.recorder.validation(version, metrics)
 
@@ -161,21 +172,33 @@ class AsyncLoop:
             return  # saved when that step ended
         path = self.config.run_dir / "checkpoints" / f"step-{step:06d}"
         async with self._turn:
-            await self.trainer.save(path, {"counts": await self.rollouter.counts()})
-        await self.rollouter.checkpointed(step)
+            extra = {"counts": await _soon(self.rollouter.counts())}
+            await self._trainer(f"checkpoint {step}", self.trainer.save(path, extra))
+        await _soon(self.rollouter.checkpointed(step))
+
+    async def _trainer(self, what: str, call: Awaitable[T]) -> T:
+        seconds = self.config.train.deadline_seconds
+        return await within(seconds, f"the trainer's {what} (train.deadline_seconds)", call)
 
     async def _drain(self) -> None:
-        """The last spans, also after a failure; roles that died have none."""
-        try:
-            async with asyncio.timeout(10):
-                spans, reports, tally = await self.rollouter.drain()
-                self.recorder.tail(spans + await self.trainer.drain_spans(), reports, tally)
-                self.recorder.books(await self.rollouter.counts())
-        except Exception as error:  # boundary: telemetry never changes the run's outcome
-            log.warning("last spans are lost: %s", error)
+        """The last books and spans, also after a failure; roles that died have none."""
+        for last in (self._last_books, self._last_spans):
+            try:
+                async with asyncio.timeout(LAST_SECONDS):
+                    await last()
+            except Exception as error:  # boundary: telemetry never changes the run's outcome
+                log.warning("last numbers are lost: %s", error or repr(error))
+
+    async def _last_books(self) -> None:
+        self.recorder.books(await self.rollouter.counts())
+        spans, reports, tally = await self.rollouter.drain()
+        self.recorder.tail(spans, reports, tally)
+
+    async def _last_spans(self) -> None:
+        self.recorder.tail(await self.trainer.drain_spans(), [], None)
 
     async def _books(self) -> Counts:
-        counts = await self.rollouter.counts()
+        counts = await _soon(self.rollouter.counts())
         lost = sum(counts["discarded"].values())
         if self.trained_steps == 0 or lost > counts["trained"]:
             raise RunFailed(
@@ -189,3 +212,18 @@ class AsyncLoop:
                 f"{self.trained_steps} steps"
             )
         return counts
+
+
+async def within(seconds: float, whom: str, call: Awaitable[T]) -> T:
+    """Awaits a role's answer; `DeadlinePassed` says whom it waited for."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await call
+    except TimeoutError as late:
+        if not limit.expired():
+            raise
+        raise DeadlinePassed(f"{whom} did not come within {seconds:g} s") from late
+
+
+async def _soon(call: Awaitable[T]) -> T:
+    return await within(GRACE_SECONDS, "the rollouter's answer", call)

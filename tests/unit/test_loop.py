@@ -1,0 +1,194 @@
+"""The loop's ends: whoever fails or hangs first is named, with how far the run came."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.unit.test_rollouter import config_of
+
+from offbeat import loop as module
+from offbeat.errors import RunFailed, UserError
+from offbeat.ledger import Counts, Flag
+from offbeat.loop import AsyncLoop, Outcome
+from offbeat.records import Batch, Group, Manifest, PolicyVersion, Prompt, Span
+from offbeat.rollout.parts import Tally
+from offbeat.track.recorder import Recorder
+from offbeat.train.step import StepResult
+
+Hook = Callable[[str, int], Awaitable[None]]
+
+
+class Fakes:
+    """Rollouter and trainer at once; `hook(call, how many times before)` may raise or hang."""
+
+    def __init__(self, hook: Hook) -> None:
+        self.hook = hook
+        self.calls: list[str] = []
+        self.booked = 0
+
+    async def _call(self, name: str) -> None:
+        self.calls.append(name)
+        await asyncio.sleep(0)
+        await self.hook(name, self.calls.count(name) - 1)
+
+    async def batch(self, step: int) -> Batch:
+        await self._call("batch")
+        prompt = Prompt(step, np.array([1], np.int32), "p", "p")
+        return Batch(step, (Group(prompt, 0, step, ()),))
+
+    async def trained(self, step: int, flags: Mapping[int, Flag]) -> Counts:
+        await self._call("trained")
+        self.booked += 1
+        return await self.counts()
+
+    async def published(self, manifest: Manifest) -> int:
+        await self._call("published")
+        return manifest.version.step
+
+    async def checkpointed(self, step: int) -> None:
+        await self._call("checkpointed")
+
+    async def validate(self) -> tuple[int, dict[str, float]]:
+        await self._call("validate")
+        return self.booked, {"accuracy": 0.5}
+
+    async def counts(self) -> Counts:
+        n = self.booked
+        return Counts(admitted=n, trained=n, no_signal=0, discarded={}, live=0)
+
+    async def drain(self) -> tuple[list[Span], list[Any], Tally]:
+        await self._call("drain")
+        return [], [], Tally()
+
+    async def stop(self) -> None: ...
+
+    async def step(self, batch: Batch) -> StepResult:
+        await self._call("step")
+        numbers = {n: 0.0 for n in StepResult.__dataclass_fields__} | {"step": batch.step}
+        return StepResult(**numbers | {"applied": True, "no_signal": (), "staleness": ()})  # type: ignore[arg-type]
+
+    async def publish(self) -> Manifest:
+        await self._call("publish")
+        return Manifest(PolicyVersion(0, self.booked), "full", "", {})
+
+    async def save(self, path: Path, extra: Mapping[str, Any]) -> None:
+        await self._call("save")
+
+    async def drain_spans(self) -> list[Span]:
+        await self._call("drain_spans")
+        return []
+
+
+def run(
+    tmp_path: Path, hook: Hook, **train: Any
+) -> tuple[Fakes, Outcome | Exception, dict[str, Any]]:
+    """Six steps; what came of it, and the summary."""
+    limit = {"deadline_seconds": train.pop("validation", 30.0)}
+    config = config_of(tmp_path, checkpoint_every=4, **train)
+    config = config.model_copy(
+        update={
+            "data": config.data.model_copy(update={"validation": Path("v")}),
+            "validation": config.validation.model_copy(update=limit),
+        }
+    )
+    config.run_dir.mkdir()
+    fakes = Fakes(hook)
+    recorder = Recorder(
+        config.run_dir, bound=2, total_steps=6, stream=None, replicas={}, started=time.time()
+    )
+
+    async def main() -> Outcome | Exception:
+        async with asyncio.timeout(20):
+            try:
+                return await AsyncLoop(config, fakes, fakes, recorder, 6).run()
+            except (RunFailed, UserError) as error:
+                return error
+
+    outcome = asyncio.run(main())
+    recorder.close("x")
+    return fakes, outcome, json.loads((config.run_dir / "summary.json").read_text())
+
+
+def failing(name: str, time: int, error: Exception) -> Hook:
+    async def hook(call: str, before: int) -> None:
+        if (call, before) == (name, time):
+            raise error
+
+    return hook
+
+
+async def well(call: str, before: int) -> None: ...
+
+
+def test_the_last_version_is_published_validated_and_saved(tmp_path: Path) -> None:
+    fakes, outcome, summary = run(tmp_path, well)
+    assert isinstance(outcome, Outcome)
+    assert outcome.steps == 6
+    assert [entry["step"] for entry in summary["validation"]] == [0, 6]
+    assert fakes.calls.count("save") == 3  # 0, 4, 6
+    assert fakes.calls.index("validate") < fakes.calls.index("published")
+    last = len(fakes.calls) - fakes.calls[::-1].index("published")
+    assert "validate" in fakes.calls[last:]
+
+
+@pytest.mark.parametrize(
+    ("call", "time", "steps"),
+    [("step", 2, 2), ("batch", 3, 3), ("publish", 0, 1), ("published", 0, 1), ("save", 0, 0),
+     ("save", 2, 6), ("validate", 0, None), ("validate", 1, 6), ("trained", 1, 1)],
+)  # fmt: skip
+def test_whatever_fails_ends_the_run_with_its_cause_and_the_steps(
+    tmp_path: Path, call: str, time: int, steps: int | None
+) -> None:
+    _, outcome, summary = run(tmp_path, failing(call, time, ConnectionError("the actor died")))
+    assert isinstance(outcome, RunFailed)
+    assert str(outcome).startswith("the actor died; ")
+    if steps is not None and not call.startswith("publish"):
+        assert str(outcome).endswith(f"; {steps} steps are done")
+    assert summary["groups"]["trained"] == summary["groups"]["admitted"]
+
+
+@pytest.mark.parametrize(("call", "time"), [("validate", 0), ("validate", 1), ("publish", 0)])
+def test_what_the_user_mends_stays_a_user_error(tmp_path: Path, call: str, time: int) -> None:
+    _, outcome, _ = run(tmp_path, failing(call, time, UserError("no room on the disk")))
+    assert isinstance(outcome, UserError)
+
+
+@pytest.mark.parametrize("call", ["step", "publish", "save"])
+def test_a_hung_trainer_is_named_at_its_deadline(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LAST_SECONDS", 0.2)
+
+    async def hook(name: str, before: int) -> None:
+        if name == call or (name == "drain_spans" and call == "step"):
+            await asyncio.sleep(60)
+
+    _, outcome, summary = run(tmp_path, hook, deadline_seconds=0.3)
+    assert isinstance(outcome, RunFailed)
+    assert "the trainer's" in str(outcome)
+    assert "train.deadline_seconds" in str(outcome)
+    assert "groups" in summary
+
+
+@pytest.mark.parametrize("call", ["batch", "published", "validate", "trained", "drain"])
+def test_a_hung_rollouter_is_named_at_its_deadline(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(module, "LAST_SECONDS", 0.2)
+
+    async def hook(name: str, before: int) -> None:
+        if name == call:
+            await asyncio.sleep(60)
+
+    seconds: dict[str, Any] = {"batch_deadline_seconds": 0.1, "validation": 0.1}
+    _, outcome, _ = run(tmp_path, hook, **seconds)
+    assert isinstance(outcome, RunFailed)
+    assert "the rollouter's" in str(outcome)
