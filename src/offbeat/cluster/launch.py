@@ -16,12 +16,15 @@ from typing import TextIO
 
 from offbeat.cluster.plan import device_kind, plan_pools
 from offbeat.cluster.roles import Roles
+from offbeat.cluster.signals import end_on_sigterm
 from offbeat.cluster.specs import RunSpec
 from offbeat.config import Config
 from offbeat.errors import UserError
+from offbeat.ledger import Counts
 from offbeat.loop import AsyncLoop, Outcome
 from offbeat.track.console import duration
 from offbeat.track.recorder import Recorder
+from offbeat.track.summary import FILE_NAME, RunStats, build_summary, write_summary
 from offbeat.weights.transport import choose_folder
 
 log = logging.getLogger(__name__)
@@ -39,19 +42,23 @@ def train(config: Config, stream: TextIO | None = sys.stdout) -> int:
             stream.write(f"[{duration(time.time() - started)}] {message}\n")
             stream.flush()
 
-    asyncio.run(_run(config, stream, started, say))
+    try:
+        asyncio.run(_run(config, stream, started, say))
+    except (asyncio.CancelledError, SystemExit):  # SIGTERM, the latter while Ray starts
+        raise KeyboardInterrupt from None
     return 0
 
 
 async def _run(
     config: Config, stream: TextIO | None, started: float, say: Callable[[str], None]
 ) -> Outcome:
+    end_on_sigterm()
     run = RunSpec(
         run_id=f"{config.run}-{secrets.token_hex(3)}",
         device=device_kind(config),
         publish_folder=choose_folder(config, _model_bytes(config.model.path)),
     )
-    async with _claimed(config), _roles(config, run, say) as roles:
+    async with _claimed(config, started), _roles(config, run, say) as roles:
         recorder = Recorder(
             config.run_dir,
             bound=config.train.max_staleness,
@@ -61,26 +68,26 @@ async def _run(
             started=started,
         )
         recorder.say(f"{roles.total_steps} steps; everything is in {config.run_dir}")
-        status, error = "failed", None
+        status: str = "finished"
+        error: str | None = None
         loop = AsyncLoop(config, roles.rollouter, roles.trainer, recorder, roles.total_steps)
         try:
             outcome = await loop.run()
-            status = "finished"
-        except (KeyboardInterrupt, asyncio.CancelledError):
-            status, error = "interrupted", "stopped by the user"
-            raise
-        except Exception as failure:
-            error = str(failure) or repr(failure)
+        except BaseException as failure:
+            status, error = _ending(failure)
             raise
         finally:
             recorder.close(status, error)
-    say(f"{status}: {outcome.steps} steps; {outcome.counts}")
+    say(f"finished: {outcome.steps} steps; {_told(outcome.counts)}")
     return outcome
 
 
 @asynccontextmanager
-async def _claimed(config: Config) -> AsyncIterator[None]:
-    """The run directory is ours; it goes again if the run never came to its loop."""
+async def _claimed(config: Config, started: float) -> AsyncIterator[None]:
+    """The run directory is ours. It goes again if the input is found bad before the loop.
+
+    Whatever else ends the run before its loop is written into a summary.json.
+    """
     directory = config.run_dir
     try:
         directory.mkdir(parents=True)
@@ -88,16 +95,40 @@ async def _claimed(config: Config) -> AsyncIterator[None]:
         raise UserError(
             f"run: {directory} exists already; choose another name with --run NAME"
         ) from None
-    (directory / "logs").mkdir()
     (directory / "config.json").write_text(
         json.dumps(config.model_dump(mode="json", by_alias=True), indent=2) + "\n", encoding="utf-8"
     )
     try:
         yield
     except UserError:
-        if not (directory / "summary.json").exists():
+        if not (directory / FILE_NAME).exists():
             shutil.rmtree(directory)
         raise
+    except BaseException as failure:
+        if not (directory / FILE_NAME).exists():
+            status, error = _ending(failure)
+            stats = RunStats(config.train.max_staleness, started)
+            write_summary(
+                directory, build_summary(stats, status=status, now=time.time(), error=error)
+            )
+        raise
+
+
+def _ending(failure: BaseException) -> tuple[str, str]:
+    """A run's status and error, from what ended it."""
+    if not isinstance(failure, Exception):  # Ctrl-C, SIGTERM
+        return "interrupted", "stopped by the user"
+    return "failed", str(failure) or repr(failure)
+
+
+def _told(counts: Counts) -> str:
+    """What became of the groups, in words."""
+    lost = sum(counts["discarded"].values())
+    why = ", ".join(f"{reason} {n}" for reason, n in counts["discarded"].items())
+    return (
+        f"{counts['trained']} groups trained, {counts['no_signal']} of them without signal, "
+        f"{lost} discarded" + (f" ({why})" if why else "")
+    )
 
 
 def _roles(

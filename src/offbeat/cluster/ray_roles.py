@@ -27,6 +27,7 @@ from offbeat.cluster.actors import (
 from offbeat.cluster.plan import plan_pools
 from offbeat.cluster.pools import SLOT, ResourcePool, create_pools, process_env, remove_pools
 from offbeat.cluster.roles import Roles
+from offbeat.cluster.signals import end_on_sigterm
 from offbeat.cluster.specs import RunSpec, ScorerSpec, judge_engine, policy_engine, standing
 from offbeat.config import Config
 from offbeat.data import planned_steps
@@ -40,6 +41,8 @@ STOP_SECONDS = 20.0
 def connect(config: Config, kind: str) -> None:
     """Joins the cluster of RAY_ADDRESS, or starts one on this machine."""
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+    for chatty in ("ray._private.authentication", "ray._private.worker"):
+        logging.getLogger(chatty).setLevel(logging.ERROR)
     common: dict[str, Any] = {
         "namespace": NAMESPACE,
         "log_to_driver": False,
@@ -66,7 +69,10 @@ async def ray_roles(
     config: Config, run: RunSpec, say: Callable[[str], None]
 ) -> AsyncIterator[Roles]:
     """Reserves the pools, starts every actor on its own, and ends them all."""
+    address = os.environ.get("RAY_ADDRESS")
+    say(f"joining Ray at {address}" if address else "starting Ray on this machine")
     connect(config, run.device)  # in the main thread: Ray sets signal handlers
+    end_on_sigterm()  # Ray has put its own in place
     pools: dict[str, ResourcePool] = {}
     starter = _Starter(config, run)
     try:
