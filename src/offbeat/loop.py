@@ -33,6 +33,7 @@ from offbeat.config import Config
 from offbeat.errors import DeadlinePassed, RunFailed, UserError, first_of
 from offbeat.ledger import Counts, Flag
 from offbeat.records import Batch, Manifest, Span
+from offbeat.reward.loop import SourceStats
 from offbeat.rollout.parts import Tally
 from offbeat.track.recorder import Recorder
 from offbeat.train.step import StepResult
@@ -53,6 +54,7 @@ class RollouterRole(Protocol):
     async def checkpointed(self, step: int) -> None: ...
     async def validate(self) -> tuple[int, dict[str, float]]: ...
     async def counts(self) -> Counts: ...
+    async def reward_stats(self) -> Mapping[str, SourceStats]: ...
     async def drain(self) -> tuple[list[Span], list[SyncReport], Tally]: ...
     async def stop(self) -> None: ...
 
@@ -190,7 +192,7 @@ class AsyncLoop:
                 log.warning("last numbers are lost: %s", error or repr(error))
 
     async def _last_books(self) -> None:
-        self.recorder.books(await self.rollouter.counts())
+        self.recorder.books(await self.rollouter.counts(), await self.rollouter.reward_stats())
         spans, reports, tally = await self.rollouter.drain()
         self.recorder.tail(spans, reports, tally)
 

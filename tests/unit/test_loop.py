@@ -18,6 +18,7 @@ from offbeat.errors import RunFailed, UserError
 from offbeat.ledger import Counts, Flag
 from offbeat.loop import AsyncLoop, Outcome
 from offbeat.records import Batch, Group, Manifest, PolicyVersion, Prompt, Span
+from offbeat.reward.loop import SourceStats
 from offbeat.rollout.parts import Tally
 from offbeat.track.recorder import Recorder
 from offbeat.train.step import StepResult
@@ -62,6 +63,9 @@ class Fakes:
     async def counts(self) -> Counts:
         n = self.booked
         return Counts(admitted=n, trained=n, no_signal=0, discarded={}, live=0)
+
+    async def reward_stats(self) -> Mapping[str, SourceStats]:
+        return {"judge": SourceStats(5, 1, {"timeout": 2})}
 
     async def drain(self) -> tuple[list[Span], list[Any], Tally]:
         await self._call("drain")
@@ -152,6 +156,7 @@ def test_whatever_fails_ends_the_run_with_its_cause_and_the_steps(
     if steps is not None and not call.startswith("publish"):
         assert str(outcome).endswith(f"; {steps} steps are done")
     assert summary["groups"]["trained"] == summary["groups"]["admitted"]
+    assert summary["rewards"]["judge"]["failed"] == {"timeout": 2}, "also of discarded groups"
 
 
 @pytest.mark.parametrize(("call", "time"), [("validate", 0), ("validate", 1), ("publish", 0)])

@@ -8,6 +8,7 @@ from engines to the trainer through the object store; the rollouter and the driv
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace as changed
 from pathlib import Path
@@ -34,6 +35,7 @@ from offbeat.records import (
     ScoreItem,
     Span,
 )
+from offbeat.reward.loop import SourceStats
 from offbeat.rollout.engine import Engine
 from offbeat.rollout.parts import Tally
 from offbeat.rollout.rollouter import Rollouter
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
 
 NAMESPACE = "offbeat"
 HEALTH = {"health": 2}
+STOP_SECONDS = 10.0
 
 
 def remote(actor: type, *, health: bool = False) -> Any:
@@ -76,10 +79,11 @@ class EngineActor:
         self, request: GenerateRequest
     ) -> AsyncGenerator[Payload | Completion, None]:
         """Streams two objects a completion: its token arrays, then the note of them."""
-        async for completion in self._engine.generate(request):
-            if self._keep_payloads:
-                yield completion.ref
-            yield changed(completion, ref=None)
+        async with contextlib.aclosing(self._engine.generate(request)) as completions:
+            async for completion in completions:
+                if self._keep_payloads:
+                    yield completion.ref
+                yield changed(completion, ref=None)
 
     async def load(self, manifest: Manifest) -> PolicyVersion:
         return await self._engine.load(manifest)
@@ -302,13 +306,15 @@ class RollouterActor:
     async def drain(self) -> tuple[list[Span], list[SyncReport], Tally]:
         return await self._core.drain()
 
-    async def reward_stats(self) -> dict[str, Any]:
-        return await self._side.reward_stats()
+    async def reward_stats(self) -> Mapping[str, SourceStats]:
+        return await self._core.reward_stats()
 
     async def stop(self) -> None:
         if self._task is not None and self._side.core is not None:
             await self._side.core.stop()
-            await asyncio.gather(self._task, return_exceptions=True)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_SECONDS):
+                    await asyncio.gather(self._task, return_exceptions=True)
         await self._side.close()
 
 
@@ -350,8 +356,8 @@ class RayRollouter:
     async def stop(self) -> None:
         await result(self.handle.stop.remote())
 
-    async def reward_stats(self) -> Mapping[str, Any]:
-        stats: Mapping[str, Any] = await result(self.handle.reward_stats.remote())
+    async def reward_stats(self) -> Mapping[str, SourceStats]:
+        stats: Mapping[str, SourceStats] = await result(self.handle.reward_stats.remote())
         return stats
 
 

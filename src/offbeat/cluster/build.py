@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from offbeat.cluster.specs import EngineSpec, RunSpec, ScorerSpec, first_version
 from offbeat.config import Config
@@ -142,12 +142,10 @@ class RolloutSide:
         return self.core
 
     async def close(self) -> None:
-        """Ends the reward loop and commits the ledger."""
-        if self._rewards is not None:
-            await self._rewards.stop()
-        if self._store is not None:
-            await asyncio.to_thread(self._store.close)
-
-    async def reward_stats(self) -> dict[str, Any]:
-        """Counts of every reward source since the start, for the summary."""
-        return {} if self._rewards is None else dict(self._rewards.stats())
+        """Ends the reward loop and commits the ledger, also when a source does not end."""
+        try:
+            if self._rewards is not None:
+                await self._rewards.stop()
+        finally:
+            if self._store is not None:
+                await asyncio.to_thread(self._store.close)

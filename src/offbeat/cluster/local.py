@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,9 @@ from offbeat.rollout.engine import Engine
 
 if TYPE_CHECKING:
     from offbeat.train.step import StepResult
+
+
+STOP_SECONDS = 10.0
 
 
 class LocalTrainer:
@@ -71,20 +75,31 @@ async def local_roles(config: Config, run: RunSpec) -> AsyncIterator[Roles]:
         await trainer.setup()
 
         async def replace(index: int) -> Engine:
-            fresh = make_engine(policy_engine(config, run, index))
-            await fresh.start()
+            old, fresh = engines[index], make_engine(policy_engine(config, run, index))
+            await _ended(old.stop())
             started.append(fresh)
+            await fresh.start()
+            engines[index] = fresh
             return fresh
 
         core = side.build(engines, total_steps, replace, config.run_dir / "ledger.sqlite")
         running = asyncio.create_task(core.run())
         await core.running.wait()
-        yield Roles(core, trainer, total_steps, side.reward_stats)
+        yield Roles(core, trainer, total_steps)
     finally:
         if running is not None and side.core is not None:
             await side.core.stop()
-            await asyncio.gather(running, return_exceptions=True)
-        await side.close()
-        await asyncio.gather(*(replica.stop() for replica in started), return_exceptions=True)
-        if trainer is not None:
-            trainer.core.close()
+            await _ended(running)
+        try:
+            await side.close()
+        finally:
+            await _ended(*(replica.stop() for replica in started))
+            if trainer is not None:
+                trainer.core.close()
+
+
+async def _ended(*work: Awaitable[None]) -> None:
+    """Waits until all have ended, one way or another, but not for ever."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(STOP_SECONDS):
+            await asyncio.gather(*work, return_exceptions=True)

@@ -142,8 +142,7 @@ class _Starter:
         await result(
             self.rollouter.begin.remote(engines, pools["rollout"], specs, total, ledger.resolve())
         )
-        rollouter = RayRollouter(self.rollouter)
-        return Roles(rollouter, RayTrainer(self.trainer), total, rollouter.reward_stats)
+        return Roles(RayRollouter(self.rollouter), RayTrainer(self.trainer), total)
 
     def _standing(self, kind: str) -> list[tuple[str, int]]:
         return list(standing(self.config.active_rewards, kind).items())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from offbeat.loop import RollouterRole, TrainerRole
 
@@ -16,4 +14,3 @@ class Roles:
     rollouter: RollouterRole
     trainer: TrainerRole
     total_steps: int
-    reward_stats: Callable[[], Awaitable[Mapping[str, Any]]]

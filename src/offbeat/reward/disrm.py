@@ -59,8 +59,14 @@ class DisRM:
 
     async def drain_spans(self) -> list[Span]:
         """The scorers' compute spans since the last call."""
-        drained = await asyncio.gather(*(scorer.drain_spans() for scorer in self._scorers))
-        return [span for spans in drained for span in spans]
+        drains = [scorer.drain_spans() for scorer in self._scorers]
+        drained = await asyncio.gather(*drains, return_exceptions=True)
+        return [
+            span
+            for spans in drained
+            if not isinstance(spans, BaseException)  # a dead one has none
+            for span in spans
+        ]
 
     async def stop(self) -> None:
         """Ends the serving."""
@@ -82,7 +88,9 @@ class DisRM:
                     waiter.give(self._failed("unavailable", "the source was stopped"))
             failures = 0 if fine else failures + 1
             if not fine:
-                await asyncio.sleep(min(PAUSE_LIMIT_SECONDS, PAUSE_SECONDS * 2.0**failures))
+                await asyncio.sleep(
+                    min(PAUSE_LIMIT_SECONDS, PAUSE_SECONDS * 2.0 ** min(failures, 20))
+                )
 
     async def _batch(self, scorer: Scorer, waiters: Sequence[Waiter]) -> bool:
         """Scores a batch; an unrenderable text fails alone. False if the scorer failed."""

@@ -172,7 +172,7 @@ class _Replica:
         self.avoided_until = 0.0
 
     def failed(self) -> None:
-        pause = min(SUSPECT_LIMIT_SECONDS, SUSPECT_SECONDS * 2.0**self.failures)
+        pause = min(SUSPECT_LIMIT_SECONDS, SUSPECT_SECONDS * 2.0 ** min(self.failures, 20))
         self.failures += 1
         self.avoided_until = time.monotonic() + pause
 
@@ -236,11 +236,13 @@ class EngineBackend:
 
     async def drain_spans(self) -> list[Span]:
         """The engines' spans, numbered by replica."""
-        spans: list[Span] = []
-        for number, replica in enumerate(self._replicas):
-            drained = await replica.engine.drain_spans()
-            spans.extend(replace(span, replica=number) for span in drained)
-        return spans
+        drains = [replica.engine.drain_spans() for replica in self._replicas]
+        return [
+            replace(span, replica=number)
+            for number, drained in enumerate(await asyncio.gather(*drains, return_exceptions=True))
+            if not isinstance(drained, BaseException)  # a dead one has none
+            for span in drained
+        ]
 
     async def stop(self) -> None:
         """Ends the verdicts that are under way."""

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
 
+from offbeat.config import RolloutSection
 from offbeat.errors import OffbeatError, RequestRefused
 from offbeat.records import Completion, GenerateRequest
 from offbeat.rollout.engine import Engine
@@ -24,14 +25,12 @@ class Generation:
         self,
         router: Router,
         sync: Callable[[], WeightSync[Engine]],
-        *,
-        deadline_seconds: float,
-        max_attempts: int,
+        section: RolloutSection,
     ) -> None:
         self._router = router
         self._sync = sync
-        self._deadline = deadline_seconds
-        self._max_attempts = max_attempts
+        self._deadline = section.deadline_seconds
+        self._max_attempts = section.max_attempts
 
     async def once(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
         """The completions as they end; `TimeoutError` at the deadline."""

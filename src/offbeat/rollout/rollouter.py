@@ -35,7 +35,7 @@ from offbeat.records import (
     ScoreItem,
     Span,
 )
-from offbeat.reward.loop import RewardLoop
+from offbeat.reward.loop import RewardLoop, SourceStats
 from offbeat.rollout.engine import Engine
 from offbeat.rollout.generation import Generation
 from offbeat.rollout.parts import (
@@ -91,10 +91,7 @@ class Rollouter:
         self._ledger = Ledger()
         self._changed = asyncio.Condition()
         self._generation = Generation(
-            Router(self.replicas, self._changed),
-            lambda: self.sync,
-            deadline_seconds=config.rollout.deadline_seconds,
-            max_attempts=config.rollout.max_attempts,
+            Router(self.replicas, self._changed), lambda: self.sync, config.rollout
         )
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of groups that are not ready
         self._groups: dict[int, Group] = {}  # ready, not yet batched
@@ -312,7 +309,7 @@ class Rollouter:
             except TimeoutError as late:
                 if not limit.expired():
                     raise
-                busy = {replica.index: replica.outstanding for replica in self.replicas}
+                busy = {r.index: r.outstanding for r in self.replicas}
                 raise DeadlinePassed(
                     f"validation of version {self.sync.floor} was not done within "
                     f"validate.deadline_seconds = {seconds:g}; samples that engines owe: {busy}"
@@ -324,6 +321,10 @@ class Rollouter:
     async def counts(self) -> Counts:
         """The books: admitted = trained + discarded + live."""
         return self._ledger.counts()
+
+    async def reward_stats(self) -> Mapping[str, SourceStats]:
+        """Outcomes by source so far, those of discarded groups included."""
+        return self.rewards.stats()
 
     async def drain(self) -> tuple[list[Span], list[SyncReport], Tally]:
         """Spans of engines and reward sources, weight-sync reports and the tally, since last."""

@@ -68,6 +68,17 @@ class TallyFacts(Protocol):
     def loop_lag_seconds(self) -> float: ...
 
 
+class SourceFacts(Protocol):
+    """What the recorder reads of a reward source's counts."""
+
+    @property
+    def scored(self) -> int: ...
+    @property
+    def abstained(self) -> int: ...
+    @property
+    def failed(self) -> Mapping[str, int]: ...
+
+
 class Recorder:
     """Feeds every sink. None of its methods raises into training.
 
@@ -171,9 +182,14 @@ class Recorder:
             self._metrics.write(record)
             self._stats.sync(record)
 
-    def books(self, counts: Mapping[str, Any]) -> None:
-        """The ledger's counts at the end, also of a failed run."""
+    def books(self, counts: Mapping[str, Any], rewards: Mapping[str, SourceFacts]) -> None:
+        """At the end, also of a failed run: the ledger's counts, and the reward sources' own,
+        which hold also what was scored for groups that were discarded."""
         self._stats.groups = dict(counts)
+        self._stats.outcomes = {
+            name: {"scored": r.scored, "abstained": r.abstained, "failed": dict(r.failed)}
+            for name, r in rewards.items()
+        }
 
     def validation(self, version: int, metrics: Mapping[str, float]) -> None:
         """A validation pinned to one version."""

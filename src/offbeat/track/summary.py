@@ -54,6 +54,7 @@ class RunStats:
         self.boundary = TelemetryBoundary(FILE_NAME)
         self.steps: dict[int, _Step] = {}
         self.groups: dict[str, Any] = {"admitted": 0, "trained": 0, "discarded": {}, "live": 0}
+        self.outcomes: dict[str, dict[str, Any]] = {}  # of reward sources; else from the steps
         self.validations: dict[int, dict[str, Any]] = {}
         self.pauses: list[float] = []
         self._spans: deque[Span] = deque(maxlen=SPAN_LIMIT)
@@ -148,7 +149,7 @@ def build_summary(
         "groups": stats.groups,
         "staleness": _staleness(steps, stats.bound),
         "validation": [stats.validations[step] for step in sorted(stats.validations)],
-        "rewards": _rewards(steps),
+        "rewards": _rewards(steps, stats.outcomes),
         "throughput": _throughput(steps, stats.started, wall),
         "busy": busy(spans, *window, replicas),
         "overlap": overlap(spans, *window),
@@ -195,11 +196,14 @@ def _staleness(steps: Sequence[_Step], bound: int) -> dict[str, float | int | No
     }
 
 
-def _rewards(steps: Sequence[_Step]) -> dict[str, dict[str, Any]]:
-    names = sorted({name for step in steps for name in (*step.means, *step.scored)})
+def _rewards(
+    steps: Sequence[_Step], outcomes: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Counts from `outcomes` where they are known, which hold discarded groups too."""
+    names = {name for step in steps for name in (*step.means, *step.scored)} | set(outcomes)
     tenth = max(1, len(steps) // 10)
     result: dict[str, dict[str, Any]] = {}
-    for name in names:
+    for name in sorted(names):
         failed: dict[str, int] = {}
         for step in steps:
             for cause, count in step.failed.get(name, {}).items():
@@ -208,6 +212,7 @@ def _rewards(steps: Sequence[_Step]) -> dict[str, dict[str, Any]]:
             "scored": sum(step.scored.get(name, 0) for step in steps),
             "abstained": sum(step.abstained.get(name, 0) for step in steps),
             "failed": failed,
+            **outcomes.get(name, {}),
             "mean_first": _mean(name, steps[:tenth]),
             "mean_last": _mean(name, steps[-tenth:]),
         }
