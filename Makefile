@@ -34,7 +34,7 @@ clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 $(VENV)/.base: pyproject.toml constraints.txt
-	@echo "installing into $(VENV): about two minutes"
+	@echo "installing into $(VENV): two to four minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) -e .

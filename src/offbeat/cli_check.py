@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import textwrap
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -19,6 +21,7 @@ import numpy as np
 from offbeat.cluster.plan import (
     available_devices,
     check_fits,
+    cuda_devices,
     device_kind,
     plan_pools,
     resource_map,
@@ -34,6 +37,7 @@ from offbeat.data import (
     select_rows,
 )
 from offbeat.errors import UserError
+from offbeat.model_files import check_weights
 from offbeat.records import Prompt, ScoreItem
 from offbeat.reward.function import WorkerFailed, WorkerProcess
 from offbeat.reward.template import TemplateFailed, TextTemplate
@@ -64,6 +68,9 @@ def preflight(config: Config, say: Say, warn: Say | None = None) -> None:
         _check_template(name, source, prompt, reference_answer(config, prompt), say)
         if source.kind == "genrm" and source.base_url is not None:
             say(f"reward/{name}: {probe_judge(name, source)}")
+        if source.has_pool:
+            check_weights(Path(source.model or ""), f"reward.{name}.model")
+    check_weights(config.model.path, "model.path")
     _check_prompts(config, len(rows), bool(held_out), say, warn or say)
 
 
@@ -114,6 +121,8 @@ def _check_devices(config: Config, say: Say) -> None:
     plans = plan_pools(config)
     say("\n" + resource_map(plans, kind, config))
     if config.cluster.backend == "local":
+        if kind == "cuda" and not cuda_devices():
+            raise UserError("cluster.device = cuda, and no NVIDIA GPU is seen here; set it to cpu")
         say("backend local: all of them run in this one process and alternate on its devices")
         return
     address = os.environ.get("RAY_ADDRESS")
@@ -184,7 +193,7 @@ async def _try_function(
                 failures.append(shown)
             else:
                 values = outcome["values"]
-                failures += [value for value in values if isinstance(value, str)][:1]
+                failures += [said for value in values if (said := _unusable(value))][:1]
                 shown = ", ".join(_shown(value) for value in values)
             say(f"  {kind} answers: {shown} ({took:.1f} ms)")
     except WorkerFailed as error:
@@ -193,6 +202,13 @@ async def _try_function(
         await worker.kill()
     if len(failures) == len(kinds):
         raise UserError(f"{who} fails on every kind of answer: {failures[0]}; {FUNCTION_SHAPE}")
+
+
+def _unusable(value: float | str | None) -> str | None:
+    """Why a value is no reward; None if it is one or no opinion."""
+    if isinstance(value, str) or value is None:
+        return value
+    return None if math.isfinite(value) else f"returned {value}"
 
 
 def _shown(value: float | str | None) -> str:
@@ -244,7 +260,25 @@ def probe_judge(name: str, source: RewardSourceSection) -> str:
         raise UserError(
             f"{where} answers with HTTP {reply.status_code}; start the judge or correct the address"
         )
+    models = _models_of(reply)
+    listed = ", ".join(models[:10]) or "none that it lists"
+    if source.model is None and len(models) != 1:
+        raise UserError(
+            f"reward.{name}.model is missing; set it to one of the models of {base}: {listed}"
+        )
+    if reply.status_code == 404:
+        return f"{base} answers (HTTP 404 for /models; such an address mostly ends in /v1)"
+    if models and source.model not in (None, *models):
+        return f"{base} answers, but does not list the model {source.model!r}; it has: {listed}"
     return f"{base} answers (HTTP {reply.status_code})"
+
+
+def _models_of(reply: httpx.Response) -> list[str]:
+    """The models that a server lists; none if the answer is no such list."""
+    try:
+        return [str(model["id"]) for model in reply.json()["data"]]
+    except (ValueError, LookupError, TypeError):
+        return []
 
 
 def _check_prompts(config: Config, rows: int, held_out: bool, say: Say, warn: Say) -> None:

@@ -32,7 +32,11 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, populate_by_name=True
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        populate_by_name=True,
+        allow_inf_nan=False,
     )
 
 

@@ -40,6 +40,11 @@ def nothing(folder: Path) -> None:
     """The project as `init` wrote it."""
 
 
+def cut_weights(folder: Path) -> None:
+    """As a copy that broke off leaves it."""
+    (folder.parent / "model" / "model.safetensors").write_bytes(b"\xff" * 100)
+
+
 def dead_address() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -134,6 +139,22 @@ CASES: dict[str, tuple[Change, str, list[str]]] = {
     ),
     "wrong type": (replace("slots = 8", 'slots = "many"'), "", [RUN, "cluster.slots", '"many"']),
     "no room": (nothing, "--rollout.max_tokens 256", ["rollout.max_tokens = 256", "max_context"]),
+    "weights cut short": (
+        cut_weights,
+        "",
+        ["model.path", "model.safetensors", "cut short", "save_pretrained"],
+    ),
+    "weight that is no number": (nothing, "--reward.correct.weight nan", ["reward.correct.weight"]),
+    "function that returns nan": (
+        write("rewards.py", "def correct(p, c, **k):\n    return [float('nan')] * len(c)\n"),
+        "",
+        ["reward.correct.function", "returned nan"],
+    ),
+    "no GPU": (
+        nothing,
+        "--cluster.backend local --cluster.device cuda",
+        ["cluster.device = cuda", "cpu"],
+    ),
     "no file": (lambda folder: (folder / RUN).unlink(), "", [RUN, "offbeat init"]),
     "no TOML": (write(RUN, "run = "), "", [RUN, "not valid TOML"]),
 }

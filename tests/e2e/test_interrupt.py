@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -53,9 +54,10 @@ def test_sigterm_while_the_roles_start_leaves_a_summary_too(
     path = project(train__steps=2)
     config = load_config(path, [])
 
-    def slow_start(*_: object) -> None:
+    def slow_start(*_: object) -> MagicMock:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.05)
+        return MagicMock()
 
     monkeypatch.setattr("offbeat.cluster.local.make_trainer", slow_start)
     with pytest.raises(KeyboardInterrupt):

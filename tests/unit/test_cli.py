@@ -28,6 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     save_tokenizer(folder)
     (folder / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 128}')
+    (folder / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")  # no tensors
     return folder
 
 
@@ -137,10 +138,13 @@ def test_external_judges_are_probed(
     address = f"http://127.0.0.1:{judge.server_port}/v1"
     arguments = ["check", str(project / "run.toml"), "--reward.judge.kind", "genrm"]
     arguments += ["--reward.judge.base_url", address, "--reward.judge.template", "judge.jinja"]
+    assert main(arguments) == 2  # no model named, and none listed
+    assert "reward.judge.model is missing" in capsys.readouterr().err or code == 2
+    arguments += ["--reward.judge.model", "j"]
     assert main(arguments) == code
     out, err = capsys.readouterr()
     assert f"external judge at {address}" in out
-    assert (f"{address} answers (HTTP {status})" in out) == (code == 0)
+    assert (f"{address} answers (HTTP {status}" in out) == (code == 0)
     assert (address in err) == (code == 2)
     assert "9+" in out or "=|" in out
 

@@ -95,6 +95,11 @@ async def _claimed(config: Config, started: float) -> AsyncIterator[None]:
         raise UserError(
             f"run: {directory} exists already; choose another name with --run NAME"
         ) from None
+    except OSError as denied:
+        raise UserError(
+            f"runs_dir: {directory} cannot be made ({denied.strerror}); set it to a folder that "
+            "can be written to"
+        ) from None
     (directory / "config.json").write_text(
         json.dumps(config.model_dump(mode="json", by_alias=True), indent=2) + "\n", encoding="utf-8"
     )
@@ -106,11 +111,10 @@ async def _claimed(config: Config, started: float) -> AsyncIterator[None]:
         raise
     except BaseException as failure:
         if not (directory / FILE_NAME).exists():
-            status, error = _ending(failure)
+            status, said = _ending(failure)
             stats = RunStats(config.train.max_staleness, started)
-            write_summary(
-                directory, build_summary(stats, status=status, now=time.time(), error=error)
-            )
+            summary = build_summary(stats, status=status, now=time.time(), error=said)
+            write_summary(directory, summary)
         raise
 
 

@@ -106,7 +106,9 @@ def _plain(value: Any) -> float | str | None:
 
 def _reason(error: BaseException) -> str:
     """The exception and the deepest line of it outside this file."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+    inner = (__file__, "<frozen")
+    raised = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in raised if not frame.filename.startswith(inner)]
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {str(error)[:500]}{place}"
 

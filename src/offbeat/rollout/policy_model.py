@@ -49,7 +49,10 @@ class PolicyModel:
                 )
                 self.tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_path or model_path)
         except (OSError, ValueError) as error:
-            raise UserError(f"no causal LM with a tokenizer could be loaded: {error}") from error
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(
+                f"{model_path}: no causal LM with a tokenizer could be loaded: {reason}"
+            ) from error
         _check_config(model_path, model.config)
         self.model = model.eval().requires_grad_(False).to(device)
         self.device = device

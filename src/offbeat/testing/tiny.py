@@ -138,6 +138,9 @@ def _word(rng: random.Random, longest: int) -> str:
 
 
 def _save(model: Any, tokenizer: Any, path: Path) -> None:
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
 

@@ -49,9 +49,15 @@ class FolderTransport:
     """Publishes versions into a folder of its own under `folder`; sweeps those of dead runs."""
 
     def __init__(self, folder: Path, run_id: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        sweep(folder)
-        self.folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{run_id}-", dir=folder))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            sweep(folder)
+            self.folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{run_id}-", dir=folder))
+        except OSError as error:
+            raise UserError(
+                f"weights.folder: {folder} cannot be written to ({error.strerror}); set it to a "
+                f"folder with room for {ROOM_FACTOR} versions"
+            ) from None
         self.folder.chmod(0o755)
         (self.folder / _OWNER).write_text(json.dumps(_identity(os.getpid())))
         self._published: list[Path] = []
