@@ -13,11 +13,12 @@ from tests.unit.test_rollouter import (
     FakeRewards,
     config_of,
     drive,
+    manifest,
     prompt_answer,
     train_all,
 )
 
-from offbeat.errors import RunFailed
+from offbeat.errors import DeadlinePassed, RunFailed
 from offbeat.records import Completion, EngineHealth, GenerateRequest, Manifest, PolicyVersion
 from offbeat.rollout.engine import Engine
 from offbeat.rollout.rollouter import Rollouter
@@ -173,3 +174,68 @@ def test_telemetry_of_dead_and_hung_replicas_never_stops_a_step(
     )  # fmt: skip
     assert spans == []
     assert tally.generated_tokens > 0
+
+
+def test_news_of_a_replaced_engine_does_not_take_out_its_replacement(tmp_path: Path) -> None:
+    async def replace(index: int) -> Engine:
+        return FakeEngine(prompt_answer)
+
+    async def body(rollouter: Rollouter) -> Any:
+        replica = rollouter.replicas[0]
+        old = replica.engine
+        rollouter.sync.take_out(replica, old, "first")
+        rollouter.sync.take_out(replica, old, "again")
+        await asyncio.sleep(0.2)
+        await rollouter.sync.check(replica, old, ConnectionError("late news"))
+        return replica.routable, replica.restarts
+
+    config = config_of(tmp_path)
+    assert drive(tmp_path, config, [Mortal(0)], body, total=400, replace=replace) == (True, 1)
+
+
+def test_a_validation_outlives_an_engine(tmp_path: Path) -> None:
+    class Validator(Mortal):
+        async def generate(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
+            if request.request_id.startswith("validation"):
+                self.lives = -1
+            self.alive()
+            yield Completion(request.request_id, 0, "x", 1, 0, 0, "stop", None)
+
+    class Answering(FakeEngine):
+        async def generate(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
+            yield Completion(request.request_id, 0, "x", 1, 0, 0, "stop", None)
+
+    async def replace(index: int) -> Engine:
+        return Answering(prompt_answer)
+
+    async def body(rollouter: Rollouter) -> Any:
+        rollouter._held_out = [rollouter.prompts.prompt(i) for i in range(6)]
+        rollouter._check = lambda prompts, completions: [1.0] * len(completions)
+        return await rollouter.validate()
+
+    config = config_of(tmp_path, min_scored=1)
+    version, metrics = drive(tmp_path, config, [Validator(9)], body, total=4, replace=replace)
+    assert version == 0
+    assert metrics["accuracy"] == 1.0
+    assert metrics["n"] == 6
+
+
+def test_a_hung_validation_is_named_and_holds_up_no_publication(tmp_path: Path) -> None:
+    class Slow(FakeEngine):
+        async def generate(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
+            if request.request_id.startswith("validation"):
+                await asyncio.sleep(60)
+            async for completion in super().generate(request):
+                yield completion
+
+    async def body(rollouter: Rollouter) -> Any:
+        rollouter._held_out = [rollouter.prompts.prompt(0)]
+        with pytest.raises(DeadlinePassed, match=r"validation of version 0 .*engines owe"):
+            await rollouter.validate()
+        await rollouter.batch(0)
+        return await rollouter.published(manifest(1))
+
+    config = config_of(tmp_path)
+    limit = config.validation.model_copy(update={"deadline_seconds": 0.3})
+    config = config.model_copy(update={"validation": limit})
+    assert drive(tmp_path, config, [Slow(prompt_answer)], body, total=16) == 1
