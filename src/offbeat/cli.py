@@ -7,6 +7,7 @@ failed or an error of ours; 130 interrupted. torch and Ray are imported by train
 from __future__ import annotations
 
 import argparse
+import logging
 import asyncio
 import os
 import sys
@@ -28,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    warnings = logging.StreamHandler()
+    warnings.setLevel(logging.WARNING)
+    logging.basicConfig(format="offbeat: %(message)s", handlers=[warnings])
     options, overrides = _parser().parse_known_args(arguments)
     command: Command = options.command
     try:

@@ -162,6 +162,7 @@ class AsyncLoop:
     async def _validate(self) -> None:
         if self.config.data.validation is None or self._validated == self.trained_steps:
             return
+        self.recorder.say(f"validating version {self._published} beside the rollout")
         seconds = self.config.validation.deadline_seconds + GRACE_SECONDS
         call = self.rollouter.validate()
         version, metrics = await within(seconds, "the rollouter's validation", call)

@@ -19,8 +19,9 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayTaskError
 
 from offbeat.cluster.build import RolloutSide, make_engine, make_scorer, make_trainer
+from offbeat.cluster.logs import log_to
 from offbeat.cluster.pools import ResourcePool
-from offbeat.cluster.specs import EngineSpec, RunSpec, ScorerSpec
+from offbeat.cluster.specs import EngineSpec, RunSpec, ScorerSpec, log_folder
 from offbeat.config import Config
 from offbeat.errors import OffbeatError
 from offbeat.ledger import Counts, Flag
@@ -68,6 +69,7 @@ class EngineActor:
     """A generating replica in a process of its own."""
 
     def __init__(self, spec: EngineSpec) -> None:
+        log_to(spec.logs, f"{spec.role}-{spec.replica}")
         self._spec = spec
         self._engine = make_engine(spec)
         self._keep_payloads = spec.role == "rollout"
@@ -152,6 +154,7 @@ class ScorerActor:
     """A discriminative replica in a process of its own."""
 
     def __init__(self, spec: ScorerSpec) -> None:
+        log_to(spec.logs, f"reward/{spec.name}-{spec.replica}")
         self._scorer = make_scorer(spec)
 
     async def start(self) -> None:
@@ -192,6 +195,7 @@ class TrainerActor:
     """One rank of the trainer; its calls come one after another."""
 
     def __init__(self, config: Config, run: RunSpec) -> None:
+        log_to(log_folder(config), "train-0")
         self._config = config
         self._run = run
 
@@ -244,6 +248,7 @@ class RollouterActor:
     """The rollouter's process: routing, admission, reward loop, buffer and ledger."""
 
     def __init__(self, config: Config, run: RunSpec) -> None:
+        log_to(log_folder(config), "rollouter")
         self._side = RolloutSide(config, run)
         self._run = run
         self._task: asyncio.Task[None] | None = None

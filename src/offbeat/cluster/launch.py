@@ -14,10 +14,11 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import TextIO
 
+from offbeat.cluster.logs import log_to
 from offbeat.cluster.plan import device_kind, plan_pools
 from offbeat.cluster.roles import Roles
 from offbeat.cluster.signals import end_on_sigterm
-from offbeat.cluster.specs import RunSpec
+from offbeat.cluster.specs import RunSpec, log_folder
 from offbeat.config import Config
 from offbeat.errors import UserError
 from offbeat.ledger import Counts
@@ -103,6 +104,9 @@ async def _claimed(config: Config, started: float) -> AsyncIterator[None]:
     (directory / "config.json").write_text(
         json.dumps(config.model_dump(mode="json", by_alias=True), indent=2) + "\n", encoding="utf-8"
     )
+    logs = log_folder(config)
+    logs.mkdir()
+    handler = log_to(logs, "driver")
     try:
         yield
     except UserError:
@@ -116,6 +120,10 @@ async def _claimed(config: Config, started: float) -> AsyncIterator[None]:
             summary = build_summary(stats, status=status, now=time.time(), error=said)
             write_summary(directory, summary)
         raise
+    finally:
+        if handler is not None:
+            logging.getLogger().removeHandler(handler)
+            handler.close()
 
 
 def _ending(failure: BaseException) -> tuple[str, str]:

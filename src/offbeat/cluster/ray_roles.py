@@ -28,7 +28,14 @@ from offbeat.cluster.plan import plan_pools
 from offbeat.cluster.pools import SLOT, ResourcePool, create_pools, process_env, remove_pools
 from offbeat.cluster.roles import Roles
 from offbeat.cluster.signals import end_on_sigterm
-from offbeat.cluster.specs import RunSpec, ScorerSpec, judge_engine, policy_engine, standing
+from offbeat.cluster.specs import (
+    RunSpec,
+    ScorerSpec,
+    judge_engine,
+    log_folder,
+    policy_engine,
+    standing,
+)
 from offbeat.config import Config
 from offbeat.data import planned_steps
 from offbeat.errors import OffbeatError, UserError
@@ -170,7 +177,7 @@ class _Starter:
                 namespace=NAMESPACE,
                 **pools[role].options(i, threads=section.threads),
             )
-            .remote(ScorerSpec(name, i, section, self.run.device))
+            .remote(ScorerSpec(name, i, section, self.run.device, log_folder(self.config)))
             for i in range(n)
         ]
 

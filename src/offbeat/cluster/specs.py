@@ -26,6 +26,7 @@ class EngineSpec:
     threads: int
     lineage: int = 0
     tokenizer_path: str | None = None
+    logs: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class ScorerSpec:
     replica: int
     section: RewardSourceSection
     device: str
+    logs: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ def policy_engine(config: Config, run: RunSpec, replica: int) -> EngineSpec:
         on_update=rollout.on_update,
         threads=rollout.threads,
         lineage=run.lineage,
+        logs=log_folder(config),
         tokenizer_path=None if config.model.tokenizer is None else str(config.model.tokenizer),
     )
 
@@ -82,7 +85,13 @@ def judge_engine(
         device=run.device,
         on_update="recompute",
         threads=section.threads,
+        logs=log_folder(config),
     )
+
+
+def log_folder(config: Config) -> Path:
+    """Where the run's processes log, one file each."""
+    return config.run_dir.resolve() / "logs"
 
 
 def first_version(run: RunSpec) -> PolicyVersion:

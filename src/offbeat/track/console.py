@@ -93,6 +93,9 @@ class Console:
                 computes = (f"{short(role)} {_percent(shares[role])}" for role in sorted(shares))
                 facts.append("computes: " + ", ".join(computes))
             facts.append(bottleneck(shares, waits))
+            lost = sum(record.get("groups_counts", {}).get("discarded", {}).values())
+            if lost:
+                facts.append(f"{lost} groups discarded so far")
             if not record["applied"]:
                 facts.append("update not applied")
             self._last = now
