@@ -7,8 +7,8 @@ failed or an error of ours; 130 interrupted. torch and Ray are imported by train
 from __future__ import annotations
 
 import argparse
-import logging
 import asyncio
+import logging
 import os
 import sys
 import traceback
