@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace as changed
 from pathlib import Path
@@ -277,6 +278,8 @@ class RollouterActor:
 
         engines = [RayEngine(handle, payloads=True) for handle in handles]
         core = self._side.build(engines, total_steps, replace, ledger)
+        gc.collect()
+        gc.freeze()  # prompts and modules stay: a full collection over them would hold the loop up
         self._task = asyncio.create_task(core.run())
         await core.running.wait()
 
