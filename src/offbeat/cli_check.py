@@ -10,6 +10,7 @@ import asyncio
 import json
 import math
 import os
+import socket
 import textwrap
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -127,12 +128,27 @@ def _check_devices(config: Config, say: Say) -> None:
         return
     address = os.environ.get("RAY_ADDRESS")
     if address:
+        _check_address(address)
         say(f"RAY_ADDRESS is set: that the pools fit is seen when {address} is joined")
         return
     available = available_devices(config, kind)
     check_fits(plans, available, kind)
     needed = sum(plan.devices for plan in plans)
     say(f"{needed} of {available} {'slots' if kind == 'cpu' else 'GPUs'}")
+
+
+def _check_address(address: str) -> None:
+    """Refuses host:port where nothing listens, which Ray itself would try for minutes."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"RAY_ADDRESS = {address!r} does not answer ({error}); start the cluster, correct the "
+            "address, or unset it to start Ray here"
+        ) from None
 
 
 def _check_functions(

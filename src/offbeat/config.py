@@ -257,7 +257,6 @@ class ValidateSection(Section):
         None, description="exact checker, file.py:name; its mean is the metric `accuracy`"
     )
     limit: Positive | None = Field(None, description="use only the first held-out prompts")
-    rewards: bool = Field(False, description="also score with the reward sources")
     deadline_seconds: Seconds = Field(900, description="of one validation")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import socket
 import subprocess
 import sys
 import threading
@@ -111,6 +112,17 @@ class _Judge(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         pass
+
+
+def test_a_ray_address_where_nothing_listens_is_refused(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    assert main(["check", str(project / "run.toml"), "--cluster.backend", "ray"]) == 2
+    assert f"RAY_ADDRESS = '{address}' does not answer" in capsys.readouterr().err
 
 
 @pytest.fixture
