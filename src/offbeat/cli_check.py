@@ -319,7 +319,7 @@ def _check_prompts(config: Config, rows: int, held_out: bool, say: Say, warn: Sa
                 total = prompts.total
     train, rollout = config.train, config.rollout
     steps = planned_steps(config, total)
-    say(f"steps: {steps}, of {total} prompts in {config.data.epochs} epochs at most")
+    say(f"steps: {steps}, of {total} prompts in {config.data.epochs} epoch(s) at most")
     say(
         f"a step: {train.groups_per_step} groups x {rollout.group_size} samples = "
         f"{config.samples_per_step} samples, {config.tokens_per_step} completion tokens at most"

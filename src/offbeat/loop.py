@@ -204,9 +204,10 @@ class AsyncLoop:
         counts = await _soon(self.rollouter.counts())
         lost = sum(counts["discarded"].values())
         if self.trained_steps == 0 or lost > counts["trained"]:
+            why = ", ".join(f"{reason} {n}" for reason, n in counts["discarded"].items())
             raise RunFailed(
-                f"{lost} of {counts['admitted']} groups were discarded "
-                f"({counts['discarded']}); {self.trained_steps} steps are done"
+                f"{lost} of {counts['admitted']} groups were discarded ({why}); "
+                f"{self.trained_steps} steps are done"
             )
         if counts["no_signal"] == counts["trained"]:
             raise RunFailed(
