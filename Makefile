@@ -15,7 +15,7 @@ demo: $(VENV)/.demo  ## a pretrained model learns from a judge, a scorer and a r
 	$(BIN)/python -m examples.max_of_three.demo --reward $(REWARD)
 
 demo-table: $(VENV)/.demo  ## the four runs of the README's table, one after another
-	for reward in all rule judge scorer; do $(BIN)/python -m examples.max_of_three.demo --reward $$reward || exit 1; done
+	for reward in all rule judge scorer; do $(BIN)/python -m examples.max_of_three.demo --reward $$reward --evaluate || exit 1; done
 
 test: $(VENV)/.dev  ## every test
 	$(BIN)/python -m pytest
