@@ -96,7 +96,8 @@ def test_missing_slots_are_named_with_the_command_that_adds_them(
 
 
 def test_pools_that_others_hold_fail_at_their_deadline(cluster: str, project: Project) -> None:
-    full = {"cluster__backend": "ray", "rollout__replicas": SLOTS - 1, "train__steps": 30}
+    full = {"cluster__backend": "ray", "rollout__replicas": SLOTS - 1, "data__epochs": 200,
+            "train__steps": 5000, "train__checkpoint_every": 10_000}  # fmt: skip
     busy = project(name="busy", **full)
     holder = start(busy, cluster)
     try:
