@@ -1,4 +1,4 @@
-"""What the code imports is what pyproject.toml installs, not what another package happens to bring."""
+"""The code imports what pyproject.toml installs, not what another package happens to bring."""
 
 import ast
 import sys
