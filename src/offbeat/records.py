@@ -17,7 +17,7 @@ IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 Messages = tuple[Mapping[str, str], ...]
 FinishReason = Literal["stop", "length", "aborted"]
-ManifestKind = Literal["full"]
+ManifestKind = Literal["full", "broadcast", "ipc"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -49,6 +49,18 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Structure:
+    """The form that a completion must have: exactly one of the three is set.
+
+    Engines that cannot enforce it generate freely; whoever reads the text checks it all the same.
+    """
+
+    json_schema: str | None = None
+    regex: str | None = None
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are drawn. Only settings that keep the distribution's support are possible.
 
@@ -61,16 +73,26 @@ class Sampling:
     temperature: float = 1.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    structure: Structure | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One prompt and `n` completions of it; the prompt is prefilled once."""
+    """One prompt and `n` completions of it, numbered 0 to n - 1; the prompt is prefilled once.
+
+    A request that was interrupted goes on: samples in `done` are not generated again, and those
+    in `resume` (index, their `Payload` so far or a reference to it) continue from their tokens.
+    With `snapshot_every` > 0 the engine yields a `Progress` of a running sample about every so
+    many tokens, from which it can be resumed elsewhere.
+    """
 
     request_id: str
     prompt_ids: IntArray
     n: int
     sampling: Sampling
+    done: frozenset[int] = frozenset()
+    resume: tuple[tuple[int, Any], ...] = ()
+    snapshot_every: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +118,16 @@ class Completion:
     version_min: int
     version_max: int
     finish_reason: FinishReason
+    ref: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A running sample's tokens so far: `ref` is their `Payload` or a reference to it."""
+
+    request_id: str
+    index: int
+    tokens: int
     ref: Any
 
 
@@ -198,6 +230,8 @@ class TensorEntry:
 class Manifest:
     """Says what a published version consists of and where it lies.
 
+    `path` is a safetensors file (kind "full"), the address where the trainer hands the tensors
+    out ("broadcast"), or the handles of its device memory ("ipc").
     `base` is the version that a partial manifest builds on (None for kind "full").
     `tied` maps a tensor name that is not stored to the stored one it shares (tied embeddings).
     """

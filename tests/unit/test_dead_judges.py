@@ -11,7 +11,8 @@ from tests.unit import test_disrm, test_genrm
 from offbeat.records import Completion, GenerateRequest, Reward, Span
 from offbeat.reward import disrm
 from offbeat.reward.disrm import DisRM
-from offbeat.reward.genrm import EngineBackend, GenRM, _Replica
+from offbeat.reward.genrm import GenRM
+from offbeat.reward.judge_engines import EngineBackend, _Replica
 
 
 class DeadEngine(test_genrm.FakeEngine):

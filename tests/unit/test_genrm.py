@@ -20,7 +20,8 @@ from offbeat.config import RewardSourceSection
 from offbeat.errors import RequestRefused, UserError
 from offbeat.records import Completion, GenerateRequest, Prompt, Reward, ScoreItem, Span
 from offbeat.reward.build import build_source
-from offbeat.reward.genrm import EngineBackend, GenRM
+from offbeat.reward.genrm import GenRM
+from offbeat.reward.judge_engines import EngineBackend
 from offbeat.reward.template import encode, encode_chat
 from offbeat.rollout.transformers_engine import TransformersEngine
 

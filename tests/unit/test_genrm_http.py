@@ -16,7 +16,8 @@ import pytest
 from offbeat.config import RewardSourceSection
 from offbeat.errors import UserError
 from offbeat.records import Prompt, Reward, ScoreItem
-from offbeat.reward.genrm import GenRM, HttpBackend
+from offbeat.reward.genrm import GenRM
+from offbeat.reward.judge_http import HttpBackend
 from offbeat.reward.loop import RewardLoop
 from offbeat.reward.pool import retry_after
 from offbeat.testing.judge_server import Fault, JudgeServer

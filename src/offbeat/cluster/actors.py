@@ -34,6 +34,7 @@ from offbeat.records import (
     Manifest,
     Payload,
     PolicyVersion,
+    Progress,
     ScoreItem,
     Span,
 )
@@ -80,7 +81,7 @@ class EngineActor:
 
     async def generate(
         self, request: GenerateRequest
-    ) -> AsyncGenerator[Payload | Completion, None]:
+    ) -> AsyncGenerator[Payload | Completion | Progress, None]:
         """Streams two objects a completion: its token arrays, then the note of them."""
         async with contextlib.aclosing(self._engine.generate(request)) as completions:
             async for completion in completions:

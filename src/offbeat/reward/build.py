@@ -15,7 +15,9 @@ from offbeat.config import RewardSourceSection
 from offbeat.errors import UserError
 from offbeat.reward.disrm import DisRM
 from offbeat.reward.function import FunctionSource
-from offbeat.reward.genrm import EngineBackend, Generator, GenRM, HttpBackend
+from offbeat.reward.genrm import GenRM
+from offbeat.reward.judge_engines import EngineBackend, Generator
+from offbeat.reward.judge_http import HttpBackend
 from offbeat.reward.source import RewardSource, Scorer
 
 

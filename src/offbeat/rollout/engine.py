@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from offbeat.records import Completion, EngineHealth, GenerateRequest, Manifest, PolicyVersion, Span
+from offbeat.records import (
+    Completion,
+    EngineHealth,
+    GenerateRequest,
+    Manifest,
+    PolicyVersion,
+    Progress,
+    Span,
+)
 
 
 class Engine(Protocol):
@@ -20,8 +28,13 @@ class Engine(Protocol):
         """Loads the model; returns when requests are taken."""
         ...
 
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
-        """Yields each of the request's `n` completions as it ends, in order of ending.
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Completion | Progress, None]:
+        """Yields each of the request's completions as it ends, in order of ending, and between
+        them the `Progress` that the request asks for.
+
+        A sample that is resumed is given whole: its earlier tokens with the log-probs and versions
+        that they were made with, then the new ones. One that the engine gives up ends with
+        finish_reason "aborted" and the tokens that it has.
 
         Raises `RequestRefused` when prompt + max_tokens do not fit the context; only this request
         is touched. Closing the iterator early cancels what still runs.

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 
 from offbeat.config import RolloutSection
 from offbeat.errors import OffbeatError, RequestRefused
-from offbeat.records import Completion, GenerateRequest
+from offbeat.records import Completion, GenerateRequest, Progress
 from offbeat.rollout.engine import Engine
 from offbeat.rollout.router import Router
 from offbeat.weights.sync import WeightSync
@@ -45,6 +45,8 @@ class Generation:
                             completion = await anext(completions, None)
                         if completion is None:
                             return
+                        if isinstance(completion, Progress):
+                            continue
                         if completion.finish_reason == "aborted":
                             raise OffbeatError("generation was aborted")
                         yield completion

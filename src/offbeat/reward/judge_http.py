@@ -1,0 +1,80 @@
+"""Verdicts from an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from offbeat.config import RewardSourceSection
+from offbeat.errors import UserError
+from offbeat.records import Span
+from offbeat.reward.judge import Verdict
+from offbeat.reward.pool import CallFailed, EndpointPool
+
+
+class HttpBackend:
+    """Verdicts from an OpenAI-compatible server, always by POST `/chat/completions`.
+
+    The rendered text is one user message; the server applies its model's chat template, so the
+    setting `chat` has no meaning here. Retries are the pool's.
+    """
+
+    def __init__(
+        self,
+        section: RewardSourceSection,
+        *,
+        name: str = "genrm",
+        transport: httpx.AsyncBaseTransport | None = None,
+        pause_seconds: float = 0.5,
+    ) -> None:
+        """`transport` replaces the network; `pause_seconds` is the first pause before a retry."""
+        self._section, self._name = section, name
+        self._model = section.model
+        self.pool = EndpointPool(name, section, transport=transport, pause_seconds=pause_seconds)
+
+    async def start(self) -> None:
+        """Probes the server; raises `UserError` with its address.
+
+        Without the setting `model` the server must have exactly one.
+        """
+        models = await self.pool.start()
+        if self._model is None:
+            if len(models) != 1:
+                listed = ", ".join(models[:10]) or "none that it lists"
+                await self.pool.stop()
+                raise UserError(
+                    f"reward.{self._name}.model is missing; set it to one of the models of "
+                    f"{self.pool.address}: {listed}"
+                )
+            self._model = models[0]
+
+    async def verdict(self, text_prompt: str) -> Verdict:
+        """The judge's words; raises `CallFailed`."""
+        section = self._section
+        body: dict[str, Any] = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": text_prompt}],
+            "max_tokens": section.max_tokens,
+            "temperature": section.temperature,
+        }
+        if section.stop:
+            body["stop"] = list(section.stop)
+        answer, retries = await self.pool.post("/chat/completions", body)
+        try:
+            choice = answer["choices"][0]
+            text = choice["message"]["content"]
+            reason = choice.get("finish_reason")
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise CallFailed("bad_response", "no choices[0].message.content", retries) from error
+        if text is not None and not isinstance(text, str):
+            raise CallFailed("bad_response", "the message's content is not a text", retries)
+        return Verdict(text or "", "length" if reason == "length" else "stop", retries)
+
+    async def drain_spans(self) -> list[Span]:
+        """None: the server computes elsewhere."""
+        return []
+
+    async def stop(self) -> None:
+        """Closes the client."""
+        await self.pool.stop()
