@@ -1,4 +1,4 @@
-"""The roles as Ray actors: the only code, with `pools.py`, that knows Ray.
+"""The roles as Ray actors; `rollouter_actor.py` has the rollouter's.
 
 The driver creates and owns every actor, so they die with it (a replacement engine is owned by the
 rollouter, which the driver owns). Actors are named `<run id>/<role>/<replica>`. Token arrays go
@@ -7,9 +7,7 @@ from engines to the trainer through the object store; the rollouter and the driv
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import gc
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace as changed
 from pathlib import Path
@@ -19,13 +17,12 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayTaskError
 
-from offbeat.cluster.build import RolloutSide, make_engine, make_scorer, make_trainer
+from offbeat.cluster.build import make_engine, make_scorer, make_trainer
 from offbeat.cluster.logs import log_to
 from offbeat.cluster.pools import ResourcePool
 from offbeat.cluster.specs import EngineSpec, RunSpec, ScorerSpec, log_folder
 from offbeat.config import Config
 from offbeat.errors import OffbeatError
-from offbeat.ledger import Counts, Flag
 from offbeat.records import (
     Batch,
     Completion,
@@ -38,18 +35,12 @@ from offbeat.records import (
     ScoreItem,
     Span,
 )
-from offbeat.reward.loop import SourceStats
-from offbeat.rollout.engine import Engine
-from offbeat.rollout.parts import Tally
-from offbeat.rollout.rollouter import Rollouter
-from offbeat.weights.sync import SyncReport
 
 if TYPE_CHECKING:
     from offbeat.train.step import StepResult
 
 NAMESPACE = "offbeat"
 HEALTH = {"health": 2}
-STOP_SECONDS = 10.0
 
 
 def remote(actor: type, *, health: bool = False) -> Any:
@@ -82,12 +73,20 @@ class EngineActor:
     async def generate(
         self, request: GenerateRequest
     ) -> AsyncGenerator[Payload | Completion | Progress, None]:
-        """Streams two objects a completion: its token arrays, then the note of them."""
-        async with contextlib.aclosing(self._engine.generate(request)) as completions:
-            async for completion in completions:
+        """Streams two objects a completion or snapshot: its token arrays, then the note of them.
+
+        Tokens to resume from come as references into the object store and are read here.
+        """
+        resume = [
+            (index, await tokens if isinstance(tokens, ray.ObjectRef) else tokens)
+            for index, tokens in request.resume
+        ]
+        request = changed(request, resume=tuple(resume))
+        async with contextlib.aclosing(self._engine.generate(request)) as notes:
+            async for note in notes:
                 if self._keep_payloads:
-                    yield completion.ref
-                yield changed(completion, ref=None)
+                    yield note.ref
+                yield changed(note, ref=None)
 
     async def load(self, manifest: Manifest) -> PolicyVersion:
         return await self._engine.load(manifest)
@@ -117,7 +116,9 @@ class RayEngine:
     async def start(self) -> None:
         await result(self.handle.start.remote())
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
+    async def generate(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[Completion | Progress, None]:
         stream = self.handle.generate.options(num_returns="streaming").remote(request)
         ended = False
         payload: Any = None
@@ -126,7 +127,7 @@ class RayEngine:
                 if self._payloads and payload is None:
                     payload = reference
                     continue
-                note: Completion = await result(reference)
+                note: Completion | Progress = await result(reference)
                 yield changed(note, ref=payload)
                 payload = None
             ended = True
@@ -244,130 +245,6 @@ class RayTrainer:
     async def drain_spans(self) -> list[Span]:
         spans: list[Span] = await result(self.handle.drain_spans.remote())
         return spans
-
-
-class RollouterActor:
-    """The rollouter's process: routing, admission, reward loop, buffer and ledger."""
-
-    def __init__(self, config: Config, run: RunSpec) -> None:
-        log_to(log_folder(config), "rollouter")
-        self._side = RolloutSide(config, run)
-        self._run = run
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(
-        self, judges: dict[str, list[ActorHandle]], scorers: dict[str, list[ActorHandle]]
-    ) -> int:
-        return await self._side.start(
-            {name: [RayEngine(h, payloads=False) for h in found] for name, found in judges.items()},
-            {name: [RayScorer(h) for h in handles] for name, handles in scorers.items()},
-        )
-
-    async def begin(
-        self, handles: list[ActorHandle], pool: ResourcePool, specs: list[EngineSpec],
-        total_steps: int, ledger: Path,
-    ) -> None:  # fmt: skip
-        handles = list(handles)
-
-        async def replace(index: int) -> Engine:
-            ray.kill(handles[index])
-            fresh = start_engine(specs[index], pool, self._run, name=None)
-            handles[index] = fresh
-            engine = RayEngine(fresh, payloads=True)
-            await engine.start()
-            return engine
-
-        engines = [RayEngine(handle, payloads=True) for handle in handles]
-        core = self._side.build(engines, total_steps, replace, ledger)
-        gc.collect()
-        gc.freeze()  # prompts and modules stay: a full collection over them would hold the loop up
-        self._task = asyncio.create_task(core.run())
-        await core.running.wait()
-
-    @property
-    def _core(self) -> Rollouter:
-        if self._side.core is None:
-            raise OffbeatError("the rollouter has not begun")
-        return self._side.core
-
-    @ray.method(concurrency_group="health")  # type: ignore[untyped-decorator]
-    async def ping(self) -> str:
-        return self._run.run_id
-
-    async def batch(self, step: int) -> Batch:
-        return await self._core.batch(step)
-
-    async def trained(self, step: int, flags: Mapping[int, Flag]) -> Counts:
-        return await self._core.trained(step, flags)
-
-    async def published(self, manifest: Manifest) -> int:
-        return await self._core.published(manifest)
-
-    async def checkpointed(self, step: int) -> None:
-        await self._core.checkpointed(step)
-
-    async def validate(self) -> tuple[int, dict[str, float]]:
-        return await self._core.validate()
-
-    async def counts(self) -> Counts:
-        return await self._core.counts()
-
-    async def drain(self) -> tuple[list[Span], list[SyncReport], Tally]:
-        return await self._core.drain()
-
-    async def reward_stats(self) -> Mapping[str, SourceStats]:
-        return await self._core.reward_stats()
-
-    async def stop(self) -> None:
-        if self._task is not None and self._side.core is not None:
-            await self._side.core.stop()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(STOP_SECONDS):
-                    await asyncio.gather(self._task, return_exceptions=True)
-        await self._side.close()
-
-
-class RayRollouter:
-    """The rollouter as the loop sees it."""
-
-    def __init__(self, handle: ActorHandle) -> None:
-        self.handle = handle
-
-    async def batch(self, step: int) -> Batch:
-        batch: Batch = await result(self.handle.batch.remote(step))
-        return batch
-
-    async def trained(self, step: int, flags: Mapping[int, Flag]) -> Counts:
-        counts: Counts = await result(self.handle.trained.remote(step, dict(flags)))
-        return counts
-
-    async def published(self, manifest: Manifest) -> int:
-        floor: int = await result(self.handle.published.remote(manifest))
-        return floor
-
-    async def checkpointed(self, step: int) -> None:
-        await result(self.handle.checkpointed.remote(step))
-
-    async def validate(self) -> tuple[int, dict[str, float]]:
-        found: tuple[int, dict[str, float]] = await result(self.handle.validate.remote())
-        return found
-
-    async def counts(self) -> Counts:
-        counts: Counts = await result(self.handle.counts.remote())
-        return counts
-
-    async def drain(self) -> tuple[list[Span], list[SyncReport], Tally]:
-        drained: tuple[list[Span], list[SyncReport], Tally] = await result(
-            self.handle.drain.remote()
-        )
-        return drained
-
-    async def stop(self) -> None:
-        await result(self.handle.stop.remote())
-
-    async def reward_stats(self) -> Mapping[str, SourceStats]:
-        stats: Mapping[str, SourceStats] = await result(self.handle.reward_stats.remote())
-        return stats
 
 
 def start_engine(

@@ -15,9 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from offbeat.cluster.actors import (
     NAMESPACE,
-    RayRollouter,
     RayTrainer,
-    RollouterActor,
     ScorerActor,
     TrainerActor,
     remote,
@@ -27,6 +25,7 @@ from offbeat.cluster.actors import (
 from offbeat.cluster.plan import plan_pools
 from offbeat.cluster.pools import SLOT, ResourcePool, create_pools, process_env, remove_pools
 from offbeat.cluster.roles import Roles
+from offbeat.cluster.rollouter_actor import RayRollouter, RollouterActor
 from offbeat.cluster.signals import end_on_sigterm
 from offbeat.cluster.specs import (
     RunSpec,

@@ -1,0 +1,153 @@
+"""The rollouter as a Ray actor, and as the loop sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import Mapping
+from pathlib import Path
+
+import ray
+from ray.actor import ActorHandle
+
+from offbeat.cluster.actors import RayEngine, RayScorer, result, start_engine
+from offbeat.cluster.build import RolloutSide
+from offbeat.cluster.logs import log_to
+from offbeat.cluster.pools import ResourcePool
+from offbeat.cluster.specs import EngineSpec, RunSpec, log_folder
+from offbeat.config import Config
+from offbeat.errors import OffbeatError
+from offbeat.ledger import Counts, Flag
+from offbeat.records import Batch, Manifest, Span
+from offbeat.reward.loop import SourceStats
+from offbeat.rollout.engine import Engine
+from offbeat.rollout.parts import Tally
+from offbeat.rollout.rollouter import Rollouter
+from offbeat.weights.sync import SyncReport
+
+STOP_SECONDS = 10.0
+
+
+class RollouterActor:
+    """The rollouter's process: routing, admission, reward loop, buffer and ledger."""
+
+    def __init__(self, config: Config, run: RunSpec) -> None:
+        log_to(log_folder(config), "rollouter")
+        self._side = RolloutSide(config, run)
+        self._run = run
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(
+        self, judges: dict[str, list[ActorHandle]], scorers: dict[str, list[ActorHandle]]
+    ) -> int:
+        return await self._side.start(
+            {name: [RayEngine(h, payloads=False) for h in found] for name, found in judges.items()},
+            {name: [RayScorer(h) for h in handles] for name, handles in scorers.items()},
+        )
+
+    async def begin(
+        self, handles: list[ActorHandle], pool: ResourcePool, specs: list[EngineSpec],
+        total_steps: int, ledger: Path,
+    ) -> None:  # fmt: skip
+        handles = list(handles)
+
+        async def replace(index: int) -> Engine:
+            ray.kill(handles[index])
+            fresh = start_engine(specs[index], pool, self._run, name=None)
+            handles[index] = fresh
+            engine = RayEngine(fresh, payloads=True)
+            await engine.start()
+            return engine
+
+        engines = [RayEngine(handle, payloads=True) for handle in handles]
+        core = self._side.build(engines, total_steps, replace, ledger)
+        gc.collect()
+        gc.freeze()  # prompts and modules stay: a full collection over them would hold the loop up
+        self._task = asyncio.create_task(core.run())
+        await core.running.wait()
+
+    @property
+    def _core(self) -> Rollouter:
+        if self._side.core is None:
+            raise OffbeatError("the rollouter has not begun")
+        return self._side.core
+
+    @ray.method(concurrency_group="health")  # type: ignore[untyped-decorator]
+    async def ping(self) -> str:
+        return self._run.run_id
+
+    async def batch(self, step: int) -> Batch:
+        return await self._core.batch(step)
+
+    async def trained(self, step: int, flags: Mapping[int, Flag]) -> Counts:
+        return await self._core.trained(step, flags)
+
+    async def published(self, manifest: Manifest) -> int:
+        return await self._core.published(manifest)
+
+    async def checkpointed(self, step: int) -> None:
+        await self._core.checkpointed(step)
+
+    async def validate(self) -> tuple[int, dict[str, float]]:
+        return await self._core.validate()
+
+    async def counts(self) -> Counts:
+        return await self._core.counts()
+
+    async def drain(self) -> tuple[list[Span], list[SyncReport], Tally]:
+        return await self._core.drain()
+
+    async def reward_stats(self) -> Mapping[str, SourceStats]:
+        return await self._core.reward_stats()
+
+    async def stop(self) -> None:
+        if self._task is not None and self._side.core is not None:
+            await self._side.core.stop()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(STOP_SECONDS):
+                    await asyncio.gather(self._task, return_exceptions=True)
+        await self._side.close()
+
+
+class RayRollouter:
+    """The rollouter as the loop sees it."""
+
+    def __init__(self, handle: ActorHandle) -> None:
+        self.handle = handle
+
+    async def batch(self, step: int) -> Batch:
+        batch: Batch = await result(self.handle.batch.remote(step))
+        return batch
+
+    async def trained(self, step: int, flags: Mapping[int, Flag]) -> Counts:
+        counts: Counts = await result(self.handle.trained.remote(step, dict(flags)))
+        return counts
+
+    async def published(self, manifest: Manifest) -> int:
+        floor: int = await result(self.handle.published.remote(manifest))
+        return floor
+
+    async def checkpointed(self, step: int) -> None:
+        await result(self.handle.checkpointed.remote(step))
+
+    async def validate(self) -> tuple[int, dict[str, float]]:
+        found: tuple[int, dict[str, float]] = await result(self.handle.validate.remote())
+        return found
+
+    async def counts(self) -> Counts:
+        counts: Counts = await result(self.handle.counts.remote())
+        return counts
+
+    async def drain(self) -> tuple[list[Span], list[SyncReport], Tally]:
+        drained: tuple[list[Span], list[SyncReport], Tally] = await result(
+            self.handle.drain.remote()
+        )
+        return drained
+
+    async def stop(self) -> None:
+        await result(self.handle.stop.remote())
+
+    async def reward_stats(self) -> Mapping[str, SourceStats]:
+        stats: Mapping[str, SourceStats] = await result(self.handle.reward_stats.remote())
+        return stats
