@@ -1,0 +1,118 @@
+"""Pools on a real Ray cluster of two nodes: every replica lands where the plan says."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import ray
+from ray.util.placement_group import placement_group_table
+
+from offbeat.cluster.plan import PoolPlan
+from offbeat.cluster.pools import SLOT, ResourcePool, create_pools, remove_pools
+from offbeat.errors import UserError
+
+pytestmark = pytest.mark.timeout(300)
+PER_NODE = 8
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 1, "resources": {SLOT: PER_NODE}, "object_store_memory": 80 << 20}
+    started = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    started.add_node(**node)
+    started.wait_for_nodes()
+    ray.init(address=started.address, log_to_driver=False, namespace="placement")
+    yield
+    ray.shutdown()
+    started.shutdown()
+
+
+def plan(name: str, replicas: int, width: int, *, shared: bool = False) -> PoolPlan:
+    settings = (f"{name}.replicas", f"{name}.devices_per_replica")
+    return PoolPlan(name, name, replicas, width, settings, shared)
+
+
+def where(pool: ResourcePool) -> list[str]:
+    """The node id of each bundle."""
+    return list(placement_group_table(pool.group)["bundles_to_node_id"].values())
+
+
+def free() -> float:
+    return float(ray.available_resources().get(SLOT, 0))
+
+
+def gone() -> None:
+    """Waits until all slots are free again, as Ray has heard."""
+    deadline = time.monotonic() + 20
+    while free() < 2 * PER_NODE:
+        assert time.monotonic() < deadline, free()
+        time.sleep(0.1)
+
+
+def test_widths_that_fit_in_one_way_only_get_their_nodes(cluster: None) -> None:
+    """4 + 4 | 3 + 3 + 2 and 4 + 2 + 2 | 3 + 3 + 2: the first fit is not enough for the second."""
+    for fours, twos in ((2, 1), (1, 3)):
+        gone()
+        plans = [plan("two", twos, 2), plan("three", 2, 3), plan("four", fours, 4)]
+        pools = create_pools(plans, "cpu", deadline_seconds=30)
+        try:
+            used: dict[str, int] = {}
+            for name, pool in pools.items():
+                nodes = where(pool)
+                assert len(nodes) == pool.plan.replicas
+                for node in nodes:
+                    used[node] = used.get(node, 0) + pool.plan.devices_per_replica
+                assert name == pool.plan.name
+            assert sorted(used.values()) == [PER_NODE, PER_NODE]
+        finally:
+            remove_pools(pools)
+
+
+def test_what_cannot_be_placed_is_refused_and_nothing_stays_reserved(cluster: None) -> None:
+    gone()
+    for plans, words in (
+        ([plan("a", 3, 5)], ["2 nodes of 8", "a.devices_per_replica"]),
+        ([plan("a", 1, 9)], ["9 slots on one node", "largest node has 8"]),
+        ([plan("a", 17, 1)], ["need 17 slots", "there are 16"]),
+    ):
+        with pytest.raises(UserError) as caught:
+            create_pools(plans, "cpu", deadline_seconds=5)
+        assert [word for word in words if word not in str(caught.value)] == []
+    held = create_pools([plan("a", 2, 6)], "cpu", deadline_seconds=30)
+    try:
+        with pytest.raises(UserError, match=r"placement_deadline_seconds = 1; free now: 4"):
+            create_pools([plan("b", 2, 2), plan("c", 1, 1)], "cpu", deadline_seconds=1)
+        time.sleep(1)
+        assert free() == 4  # the pools that would have fitted are not held either
+    finally:
+        remove_pools(held)
+
+
+def test_roles_that_share_one_device_are_actors_on_it_at_once(cluster: None) -> None:
+    gone()
+    names = ("rollout", "train", "reward/judge")
+    plans = [plan(name, 1, 1, shared=True) for name in names]
+    pools = create_pools(plans, "cpu", deadline_seconds=30)
+
+    class Role:
+        def node(self) -> str:
+            return str(ray.get_runtime_context().get_node_id())
+
+    try:
+        assert len({pool.group.id for pool in pools.values()}) == 1
+        assert free() == 2 * PER_NODE - 1
+        actors = [ray.remote(Role).options(**pools[name].options(0)).remote() for name in names]
+        nodes = ray.get([actor.node.remote() for actor in actors], timeout=120)
+        assert set(nodes) == set(where(pools["train"]))
+        ray.kill(actors[0])  # as an engine that is replaced: its share is free again
+        again = ray.remote(Role).options(**pools["rollout"].options(0)).remote()
+        assert ray.get(again.node.remote(), timeout=120) == nodes[0]
+    finally:
+        remove_pools(pools)
+    gone()
