@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from offbeat.config_base import (
     NO_DEVICES,
     NO_ROOM,
+    ONE_DEVICE,
     Dtype,
     EngineName,
     MemoryShare,
@@ -38,6 +39,8 @@ __all__ = [
     "WeightsSection",
 ]
 
+SINGLE_DEVICE_SHARE = 0.8
+"""Of a single device's memory: what vLLM's engines may take of it together."""
 SOURCE_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -117,6 +120,8 @@ class RolloutSection(Section):
                 )
         if self.devices_per_replica == 0:
             raise ValueError(NO_DEVICES.format("devices_per_replica", "rollout"))
+        if self.engine == "transformers" and self.devices_per_replica > 1:
+            raise ValueError(ONE_DEVICE.format(self.devices_per_replica))
         if self.max_tokens >= self.max_context:
             raise ValueError(NO_ROOM.format(self.max_tokens, "prompt", self.max_context))
         return self
@@ -284,6 +289,43 @@ class Config(Section):
             raise ValueError(
                 "use_rewards leaves no reward source with a weight other than 0, so there would be "
                 "nothing to learn; give one of " + ", ".join(self.reward) + " a weight"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_device(self) -> Self:
+        """What a single device can hold, and what only it can do."""
+        if not self.cluster.single_device:
+            if self.weights.transport == "ipc":
+                raise ValueError(
+                    'weights.transport = "ipc" hands weights over in the memory of one GPU, which '
+                    "trainer and engines share only with cluster.single_device = true; set it to "
+                    '"folder" or "broadcast"'
+                )
+            return self
+        if self.train.max_staleness > 0:
+            raise ValueError(
+                f"train.max_staleness = {self.train.max_staleness} lets rollout run beside the "
+                "trainer, and with cluster.single_device = true both have one device, on which "
+                "they take turns; set it to 0"
+            )
+        models = {"rollout": self.rollout} | {
+            f"reward.{name}": s for name, s in self.active_rewards.items() if s.has_pool
+        }
+        for key, section in models.items():
+            for setting in ("replicas", "devices_per_replica"):
+                if (number := getattr(section, setting)) != 1:
+                    raise ValueError(
+                        f"{key}.{setting} = {number} does not fit cluster.single_device = true, "
+                        "where every role is one process on the one device; set it to 1"
+                    )
+        shares = {k: s.memory_share for k, s in models.items() if s.engine == "vllm"}
+        if sum(shares.values()) > SINGLE_DEVICE_SHARE + 1e-9:
+            named = " + ".join(f"{key}.memory_share {share:g}" for key, share in shares.items())
+            raise ValueError(
+                f"cluster.single_device = true leaves the trainer no memory on the device: {named} "
+                f"come to more than {SINGLE_DEVICE_SHARE:g}; lower them, for example to "
+                f"{SINGLE_DEVICE_SHARE * 0.75 / len(shares):.2g} each"
             )
         return self
 

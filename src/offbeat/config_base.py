@@ -14,6 +14,10 @@ EngineName = Literal["transformers", "vllm"]
 MemoryShare = Annotated[float, Field(gt=0, le=1)]
 
 NO_DEVICES = "{} = 0 would make a pool of zero devices for {}; set it to 1 or more"
+ONE_DEVICE = (
+    'devices_per_replica = {} with engine = "transformers", which runs a model on one device; set '
+    'it to 1, or engine to "vllm", which splits the model over them'
+)
 NO_ROOM = (
     "max_tokens = {} leaves no room for the {} in max_context = {}; lower it or raise max_context"
 )

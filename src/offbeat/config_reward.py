@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from offbeat.config_base import (
     NO_DEVICES,
     NO_ROOM,
+    ONE_DEVICE,
     Dtype,
     EngineName,
     MemoryShare,
@@ -97,8 +98,22 @@ class RewardSourceSection(Section):
             )
         if self.kind == "disrm" and self.model is None:
             raise ValueError("model is missing; set it to a model directory")
+        if self.kind == "genrm" and self.has_pool and self.engine != "vllm":
+            if self.structured == "on":
+                raise ValueError(
+                    f'structured = "on": engine = "{self.engine}" cannot enforce a form; set '
+                    'engine = "vllm" or structured = "auto"'
+                )
         if self.has_pool and self.devices_per_replica == 0:
             raise ValueError(NO_DEVICES.format("devices_per_replica", "this reward source"))
+        if self.has_pool and self.engine == "transformers":
+            if self.devices_per_replica > 1:
+                raise ValueError(ONE_DEVICE.format(self.devices_per_replica))
+            if self.kind == "genrm" and self.structured == "on":
+                raise ValueError(
+                    'structured = "on" with engine = "transformers", which enforces no form; set '
+                    'engine to "vllm", or structured to "auto"'
+                )
         if self.kind == "genrm" and self.max_tokens >= self.max_context:
             raise ValueError(NO_ROOM.format(self.max_tokens, "template", self.max_context))
         if self.scale[0] >= self.scale[1]:

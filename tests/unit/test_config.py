@@ -37,6 +37,9 @@ every = 3
 """
 
 
+ONE = "--cluster.single_device --train.max_staleness 0"
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for name in ("actor", "judge", "scorer"):
@@ -154,6 +157,19 @@ def test_overrides(folder: Path, override: str, get, value: object) -> None:  # 
         ("--reward.judge.template nope", ["reward.judge.template", "nope"]),
         ("--reward.judge.api_key_env NO_SUCH_KEY_HERE", ["NO_SUCH_KEY_HERE", "not set"]),
         ("--run a/b", ["run", "a/b", "letters"]),
+        ("--rollout.devices_per_replica 2", ["rollout.devices_per_replica = 2", '"vllm"']),
+        ("--reward.judge.devices_per_replica 2", ["reward.judge.devices_per_replica = 2"]),
+        ("--reward.my-scorer.devices_per_replica 2", ["reward.my-scorer.devices_per_replica = 2"]),
+        ("--reward.judge.structured on", ["reward.judge.structured", '"vllm"', '"auto"']),
+        ("--weights.transport ipc", ["weights.transport", "single_device", '"folder"']),
+        ("--cluster.single_device", ["train.max_staleness = 2", "take turns", "set it to 0"]),
+        (ONE, ["rollout.replicas = 2", "single_device", "set it to 1"]),
+        (f"{ONE} --rollout.replicas 1", ["reward.my-scorer.replicas = 2"]),
+        (
+            f"{ONE} --rollout.replicas 1 --rollout.engine vllm --use_rewards judge "
+            "--reward.judge.engine vllm --reward.judge.memory_share 0.3",
+            ["rollout.memory_share 0.9 + reward.judge.memory_share 0.3", "more than 0.8", "0.3 e"],
+        ),
         ("--validate.every -1", ["validate.every", "-1", "at least 0"]),
     ],
 )
@@ -210,7 +226,8 @@ def test_the_saved_configuration_loads_back(folder: Path) -> None:
 
 
 def test_pools_are_disjoint_and_told_apart(folder: Path) -> None:
-    config = load(folder, "--cluster.device", "cpu", "--reward.judge.devices_per_replica", "2")
+    wide = ["--reward.judge.devices_per_replica", "2", "--reward.judge.engine", "vllm"]
+    config = load(folder, "--cluster.device", "cpu", *wide)
     plans = plan_pools(config)
     assert [(p.name, p.role, p.devices) for p in plans] == [
         ("rollout", "rollout", 2),
@@ -222,6 +239,21 @@ def test_pools_are_disjoint_and_told_apart(folder: Path) -> None:
     assert [line.split()[-1] for line in table.splitlines()[1:5]] == ["1", "2", "3-4", "6"]
     assert "no pool" in table
     assert "reward/correct" in table
+
+
+def test_a_single_device_is_one_pool_that_roles_share(folder: Path) -> None:
+    more = "--rollout.replicas 1 --reward.my-scorer.replicas 1 --weights.transport ipc"
+    config = load(folder, *ONE.split(" "), *more.split(" "), "--cluster.device", "cpu")
+    plans = plan_pools(config)
+    assert [plan.name for plan in plans] == ["rollout", "train", "reward/judge", "reward/my-scorer"]
+    check_fits(plans, 1, "cpu")
+    with pytest.raises(UserError, match=r"need 1 slot \(shared 1\) and there are 0"):
+        check_fits(plans, 0, "cpu")
+    table = resource_map(plans, "cpu", config)
+    assert "for rollout, train, reward/judge, reward/my-scorer in turn" in table
+    shares = "--rollout.memory_share 0.4 --reward.judge.memory_share 0.4"
+    both = f"{ONE} {more} {shares} --rollout.engine vllm --reward.judge.engine vllm"
+    assert load(folder, *both.split(" ")).cluster.single_device
 
 
 def test_too_few_devices_says_role_by_role_what_is_needed(folder: Path) -> None:

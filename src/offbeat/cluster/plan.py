@@ -256,8 +256,9 @@ def check_fits(plans: Sequence[PoolPlan], available: int, kind: str) -> None:
     more = f"raise cluster.slots to {needed}" if kind == "cpu" else "add GPUs"
     lower = ", ".join(setting for plan in plans for setting in plan.settings)
     raise UserError(
-        f"the pools need {needed} {noun}s ({parts}) and there {'is' if available == 1 else 'are'} "
-        f"{available}; {more}" + (f", or lower one of {lower}" if lower else "")
+        f"the pools need {needed} {noun}{'' if needed == 1 else 's'} ({parts}) and there "
+        f"{'is' if available == 1 else 'are'} {available}; {more}"
+        + (f", or lower one of {lower}" if lower else "")
     )
 
 
