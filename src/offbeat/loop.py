@@ -37,7 +37,7 @@ from offbeat.reward.loop import SourceStats
 from offbeat.rollout.parts import Tally
 from offbeat.track.recorder import Recorder
 from offbeat.train.step import StepResult
-from offbeat.weights.sync import SyncReport
+from offbeat.weights.sync import SyncReport, waves
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -151,7 +151,8 @@ class AsyncLoop:
             async with self._turn:
                 manifest = await self._trainer("publication", self.trainer.publish())
             self._published = manifest.version.step
-            seconds = self.config.weights.deadline_seconds + GRACE_SECONDS
+            turns = waves(self.config.rollout.replicas, self.config.weights.loads_at_once)
+            seconds = turns * self.config.weights.deadline_seconds + GRACE_SECONDS
             whom = f"the rollouter's engines, with version {manifest.version},"
             await within(seconds, whom, self.rollouter.published(manifest))
             every = self.config.validation.every

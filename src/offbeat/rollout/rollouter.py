@@ -1,7 +1,7 @@
 """The rollouter: admission, routing, scoring, the buffer and the ledger, on one event loop.
 
-It never pauses. Each admitted group is one task: generate on one engine, score every sample the
-moment it ends, mark ready. It handles text, numbers and references; token arrays pass by it.
+It never pauses. Each admitted group is one task: generate, score every sample the moment it ends,
+mark ready. It handles text, numbers and references; token arrays pass by it.
 Invariant: every admitted ordinal ends in exactly one of trained and discarded(reason).
 """
 
@@ -14,13 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from offbeat.buffer import Buffer
 from offbeat.config import Config
-from offbeat.errors import (
-    DeadlinePassed,
-    OffbeatError,
-    RequestRefused,
-    RunFailed,
-    first_of,
-)
+from offbeat.errors import DeadlinePassed, OffbeatError, RequestRefused, RunFailed, first_of
 from offbeat.ledger import Counts, Flag, Ledger
 from offbeat.records import (
     Batch,
@@ -47,7 +41,7 @@ from offbeat.rollout.parts import (
     spans_of,
     too_few,
 )
-from offbeat.rollout.router import Router, wait_for
+from offbeat.rollout.router import Place, Router, wait_for
 from offbeat.rollout.validation import Check, greedy, unchecked, validate
 from offbeat.store import Store
 from offbeat.weights.sync import Replica, SyncReport, WeightSync
@@ -90,9 +84,8 @@ class Rollouter:
         self._buffer = Buffer(config.train.max_staleness, config.train.groups_per_step)
         self._ledger = Ledger()
         self._changed = asyncio.Condition()
-        self._generation = Generation(
-            Router(self.replicas, self._changed), lambda: self.sync, config.rollout
-        )
+        router = Router(self.replicas, self._changed, config.rollout.seats)
+        self._generation = Generation(router, lambda: self.sync, config.rollout)
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of groups that are not ready
         self._groups: dict[int, Group] = {}  # ready, not yet batched
         self._batch: Batch | None = None  # the newest, so that asking twice gives it twice
@@ -118,6 +111,7 @@ class Rollouter:
                     replace=self._replace,
                     on_change=self._notify,
                     tasks=tasks,
+                    loads_at_once=self.config.weights.loads_at_once,
                 )
                 self.running.set()
                 lag = measure_lag(lambda: self.tally)
@@ -156,9 +150,10 @@ class Rollouter:
     async def _group(self, prompt: Prompt) -> None:
         """One group's life up to ready, through its attempts."""
         attempt = 0
+        place = Place()
         while True:
             try:
-                samples = await self._attempt(prompt, attempt)
+                samples = await self._attempt(prompt, attempt, place)
             except GroupFailed as failure:
                 return await self._discard(prompt.ordinal, attempt, str(failure))
             except Exception as error:  # boundary: one group's failure never touches another
@@ -174,8 +169,8 @@ class Rollouter:
                 continue
             return await self._finish(prompt, attempt, samples)
 
-    async def _attempt(self, prompt: Prompt, attempt: int) -> list[Sample]:
-        """Generates on one engine; every sample is scored from the moment it ends."""
+    async def _attempt(self, prompt: Prompt, attempt: int, place: Place) -> list[Sample]:
+        """Generates on one engine at a time; every sample is scored from the moment it ends."""
         request = GenerateRequest(
             f"{prompt.ordinal}.{attempt}",
             prompt.token_ids,
@@ -185,7 +180,7 @@ class Rollouter:
         scoring: list[asyncio.Task[Sample]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
-                async for completion in self._generation.once(request):
+                async for completion in self._generation.once(request, place):
                     self.tally.generated_tokens += completion.tokens
                     scoring.append(tasks.create_task(self._score(prompt, completion)))
                 if not self._ledger.generated(prompt.ordinal, attempt):

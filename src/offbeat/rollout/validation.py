@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from offbeat.errors import RequestRefused, UserError
-from offbeat.records import Completion, GenerateRequest, Prompt, Sampling
+from offbeat.records import Completion, GenerateRequest, Progress, Prompt, Sampling
 
-Generate = Callable[[GenerateRequest], AsyncIterator[Completion]]
+Generate = Callable[[GenerateRequest], AsyncIterator[Completion | Progress]]
 Check = Callable[..., Any]
 
 
@@ -48,8 +48,9 @@ async def validate(
         request = GenerateRequest(f"{name}/{place}", prompt.token_ids, 1, sampling)
         async with gate:
             try:
-                async for completion in engine_generate(request):
-                    answers[place] = completion
+                async for item in engine_generate(request):
+                    if isinstance(item, Completion):
+                        answers[place] = item
             except RequestRefused:
                 return
 

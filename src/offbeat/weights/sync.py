@@ -1,9 +1,12 @@
-"""Weight sync: a published version goes to every engine; then the floor rises.
+"""Weight sync: a published version goes to every engine, some at a time; then the floor rises.
 
 Invariants: at most one publication is in flight; the floor is the lowest version that every
 routable engine has acknowledged; an engine that misses its deadline, or fails a request and is not
 well after it, leaves routing *before* its acknowledgement is waived, and joins again in the same
 moment as it acknowledges the current one. What an engine does after its replacement is ignored.
+
+A publication rolls: at most `loads_at_once` of the engines load at the same time, the others
+generate meanwhile. A load's deadline counts from that load's start.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from offbeat.errors import RunFailed
@@ -48,6 +52,26 @@ class Replica(Generic[E]):
     routable: bool = True
     outstanding: int = 0
     restarts: int = 0
+    _watchers: set[Callable[[], None]] = field(default_factory=set)
+
+    def has_left(self, engine: E) -> bool:
+        """Whether `engine`, which was this replica's, is out of routing or replaced."""
+        return not self.routable or self.engine is not engine
+
+    @contextmanager
+    def watched(self, wake: Callable[[], None]) -> Iterator[None]:
+        """While the block runs, `wake` is called in the moment the engine is taken out."""
+        self._watchers.add(wake)
+        try:
+            yield
+        finally:
+            self._watchers.discard(wake)
+
+    def leave(self) -> None:
+        """Out of routing: whoever waits for the engine is woken, to go on elsewhere."""
+        self.routable = False
+        for wake in tuple(self._watchers):
+            wake()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +85,21 @@ class SyncReport:
     acknowledged: bool
 
 
+def at_once(replicas: int, loads_at_once: int | None) -> int:
+    """How many of `replicas` engines may load at the same time; by default half of them."""
+    return min(loads_at_once or max(1, replicas // 2), replicas)
+
+
+def waves(replicas: int, loads_at_once: int | None) -> int:
+    """Load deadlines that a publication lasts at most, as each load starts when one has ended."""
+    return -(-replicas // at_once(replicas, loads_at_once))
+
+
 class WeightSync(Generic[E]):
     """Publishes versions to replicas and restarts those that do not follow.
 
     `replace(index)` ends a replica's process and returns a started one with the first weights.
+    `loads_at_once` None: half of the replicas.
     """
 
     def __init__(
@@ -76,6 +111,7 @@ class WeightSync(Generic[E]):
         replace: Callable[[int], Awaitable[E]],
         on_change: Callable[[], Awaitable[None]],
         tasks: asyncio.TaskGroup,
+        loads_at_once: int | None = None,
         max_restarts: int = 3,
     ) -> None:
         self.replicas = replicas
@@ -87,6 +123,7 @@ class WeightSync(Generic[E]):
         self._replace = replace
         self._on_change = on_change
         self._tasks = tasks
+        self._at_once = at_once(len(replicas), loads_at_once)
         self._max_restarts = max_restarts
         self._floor = min(replica.version for replica in replicas)
 
@@ -105,10 +142,26 @@ class WeightSync(Generic[E]):
         """
         async with self.lock:
             self.current = manifest
-            routable = [replica for replica in self.replicas if replica.routable]
-            await asyncio.gather(*(self._load(replica, manifest) for replica in routable))
+            behind = [(replica, replica.engine) for replica in self.replicas if replica.routable]
+            lanes = self._at_once
+            if lanes < len(self.replicas):  # the others generate: one at least, while some are out
+                lanes = min(lanes, max(1, len(behind) - 1))
+            await asyncio.gather(*(self._roll(behind, manifest) for _ in range(lanes)))
             await self._on_change()
             return self.floor
+
+    async def _roll(self, behind: list[tuple[Replica[E], E]], manifest: Manifest) -> None:
+        """One load after another until none is behind.
+
+        The least loaded goes first: it interrupts the fewest samples, and as the next groups are
+        routed to it, they begin with the new weights while the busy engines finish what they have.
+        """
+        while behind:
+            turn = min(behind, key=lambda pair: pair[0].outstanding)
+            behind.remove(turn)
+            replica, engine = turn
+            if not replica.has_left(engine):  # else its replacement joins with this version
+                await self._load(replica, manifest)
 
     async def _load(self, replica: Replica[E], manifest: Manifest) -> None:
         start = time.time()
@@ -141,7 +194,7 @@ class WeightSync(Generic[E]):
         """Leaves routing now and starts the replacement, once; not if `engine` was replaced."""
         if not replica.routable or replica.engine is not engine:
             return
-        replica.routable = False
+        replica.leave()
         log.warning("engine %d is taken out: %s", replica.index, cause)
         work = self._revive(replica, cause)
         try:
