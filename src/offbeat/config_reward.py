@@ -98,12 +98,6 @@ class RewardSourceSection(Section):
             )
         if self.kind == "disrm" and self.model is None:
             raise ValueError("model is missing; set it to a model directory")
-        if self.kind == "genrm" and self.has_pool and self.engine != "vllm":
-            if self.structured == "on":
-                raise ValueError(
-                    f'structured = "on": engine = "{self.engine}" cannot enforce a form; set '
-                    'engine = "vllm" or structured = "auto"'
-                )
         if self.has_pool and self.devices_per_replica == 0:
             raise ValueError(NO_DEVICES.format("devices_per_replica", "this reward source"))
         if self.has_pool and self.engine == "transformers":
@@ -118,4 +112,14 @@ class RewardSourceSection(Section):
             raise ValueError(NO_ROOM.format(self.max_tokens, "template", self.max_context))
         if self.scale[0] >= self.scale[1]:
             raise ValueError(f"scale = {list(self.scale)} must be lowest, then highest grade")
+        return self
+
+    @model_validator(mode="after")
+    def _enforced(self) -> Self:
+        own = self.kind == "genrm" and self.base_url is None
+        if own and self.structured == "on" and self.engine != "vllm":
+            raise ValueError(
+                f'structured = "on" needs an engine that enforces a form, and "{self.engine}" '
+                'does not; set engine = "vllm" or structured = "auto"'
+            )
         return self
