@@ -18,6 +18,7 @@ from offbeat.errors import RequestRefused, UserError
 from offbeat.records import Completion, GenerateRequest, Progress, Sampling, Span
 from offbeat.reward.judge import Verdict
 from offbeat.reward.pool import CallFailed
+from offbeat.reward.structure import check_spelling, structure_of
 from offbeat.reward.template import TemplateFailed, encode, encode_chat, load_tokenizer
 
 SUSPECT_SECONDS = 0.5
@@ -76,15 +77,21 @@ class EngineBackend:
         self._seats = asyncio.Semaphore(section.concurrency)
         self._shared: dict[str, asyncio.Task[Verdict]] = {}
         self._readers: dict[str, int] = {}
-        self._sampling = Sampling(section.max_tokens, section.temperature, tuple(section.stop))
+        self._sampling = Sampling(
+            section.max_tokens,
+            section.temperature,
+            tuple(section.stop),
+            structure=structure_of(section),
+        )
 
     async def start(self) -> None:
-        """Loads the tokenizer if a directory was given."""
+        """Loads the tokenizer if a directory was given; it must spell the verdict's form."""
         if isinstance(self._tokenizer, str | Path):
             setting = f"reward.{self._name}.model"
             self._tokenizer = await asyncio.to_thread(
                 load_tokenizer, self._tokenizer, setting, chat=self._section.chat
             )
+        check_spelling(self._sampling.structure, self._tokenizer, self._name)
 
     async def verdict(self, text_prompt: str) -> Verdict:
         """The judge's words; raises `CallFailed`."""
