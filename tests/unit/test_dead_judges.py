@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-import pytest
 from tests.unit import test_disrm, test_genrm
 
 from offbeat.records import Completion, GenerateRequest, Reward, Span
-from offbeat.reward import disrm
 from offbeat.reward.disrm import DisRM
 from offbeat.reward.genrm import GenRM
-from offbeat.reward.judge_engines import EngineBackend, _Replica
+from offbeat.reward.judge_engines import EngineBackend
+from offbeat.reward.replicas import SUSPECT_LIMIT_SECONDS, Life
 
 
 class DeadEngine(test_genrm.FakeEngine):
@@ -46,14 +45,14 @@ def test_a_dead_judge_replica_is_avoided_and_takes_no_spans_along() -> None:
 
 
 def test_a_judge_that_fails_for_hours_is_avoided_for_its_limit() -> None:
-    replica = _Replica(test_genrm.FakeEngine())
+    life = Life(0, DeadScorer(), 0.0)
     for _ in range(2000):
-        replica.failed()
-    assert replica.failures == 2000
+        life.failed(7.0)
+    assert life.failures == 2000
+    assert life.avoided_until == 7.0 + SUSPECT_LIMIT_SECONDS
 
 
-def test_a_scorer_that_fails_for_hours_is_still_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disrm, "PAUSE_LIMIT_SECONDS", 0.0)
+def test_a_scorer_that_fails_for_hours_is_still_asked() -> None:
     scorer = DeadScorer()
     scorer.error = ConnectionError("gone")
 

@@ -6,7 +6,7 @@ stops them after it; the source only uses them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import httpx
@@ -30,18 +30,29 @@ def build_source(
     scorers: Sequence[Scorer] | None = None,
     tokenizer_path: str | Path | None = None,
     transport: httpx.AsyncBaseTransport | None = None,
+    replace_engine: Callable[[int], Awaitable[Generator]] | None = None,
+    replace_scorer: Callable[[int], Awaitable[Scorer]] | None = None,
+    start_deadline_seconds: float = 600.0,
 ) -> RewardSource:
     """The source, not started. `base` is where function files are looked up (the current folder).
 
     genrm without base_url needs `engines` (and reads the judge's tokenizer from `tokenizer_path`,
     default `model`); disrm needs `scorers`; `transport` replaces the network of a base_url.
+    `replace_engine` and `replace_scorer` end a replica that died and return a started one in its
+    place, within `start_deadline_seconds`.
     """
     if section.kind == "function":
         return FunctionSource(name, section, base or Path.cwd())
     if section.kind == "disrm":
         if not scorers:
             raise UserError(f"reward.{name}: a disrm needs scorers on a pool of its own")
-        return DisRM(name, section, scorers)
+        return DisRM(
+            name,
+            section,
+            scorers,
+            replace_scorer=replace_scorer,
+            start_deadline_seconds=start_deadline_seconds,
+        )
     if section.base_url is not None:
         return GenRM(name, section, HttpBackend(section, name=name, transport=transport))
     tokenizer = tokenizer_path or section.model
@@ -52,4 +63,12 @@ def build_source(
         )
     if not engines:
         raise UserError(f"reward.{name}: a genrm needs engines on a pool of its own, or a base_url")
-    return GenRM(name, section, EngineBackend(engines, tokenizer, section, name=name))
+    judge = EngineBackend(
+        engines,
+        tokenizer,
+        section,
+        name=name,
+        replace_engine=replace_engine,
+        start_deadline_seconds=start_deadline_seconds,
+    )
+    return GenRM(name, section, judge)

@@ -1,27 +1,27 @@
 """A discriminative reward model: a sequence-classification model with one logit.
 
-`DisRM` keeps the line of waiting samples; each replica takes what waits when it is free, so work
-goes to the least busy one. The sample's text (never policy tokens) is rendered with the scorer's
-own template and encoded with its own tokenizer. The reward is the raw logit.
+`DisRM` keeps the line of waiting samples. As many servers as replicas take what waits, and each
+batch goes to a replica that is free, so a slow one gets less and a dead one none. The sample's text
+(never policy tokens) is rendered with the scorer's own template and encoded with its own tokenizer.
+The reward is the raw logit.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from offbeat.config import RewardSourceSection
-from offbeat.errors import UserError
+from offbeat.errors import OffbeatError, UserError
 from offbeat.records import Reward, ScoreItem, Span
+from offbeat.reward.pool import CallFailed
+from offbeat.reward.replicas import Replicas
 from offbeat.reward.scorer import TransformersScorer
 from offbeat.reward.source import Scorer
 from offbeat.reward.template import TemplateFailed
 from offbeat.reward.waiting import Waiter, WaitingLine
 
 __all__ = ["DisRM", "TransformersScorer"]
-
-PAUSE_SECONDS = 0.2
-PAUSE_LIMIT_SECONDS = 10.0
 
 
 class DisRM:
@@ -32,12 +32,26 @@ class DisRM:
         name: str,
         section: RewardSourceSection,
         scorers: Sequence[Scorer],
+        *,
+        replace_scorer: Callable[[int], Awaitable[Scorer]] | None = None,
+        start_deadline_seconds: float = 600.0,
     ) -> None:
-        """Starts nothing. Whoever placed the scorers starts them before and stops them after."""
+        """Starts nothing. Whoever placed the scorers starts them before and stops them after.
+
+        `replace_scorer` ends a scorer that died and starts another in its place (`Replicas`).
+        """
         if not scorers:
             raise UserError(f"reward.{name}.replicas: a disrm needs at least one scorer")
         self._name, self._section = name, section
-        self._scorers = list(scorers)
+        self._servers = len(scorers)
+        self._replicas: Replicas[Scorer] = Replicas(
+            name,
+            scorers,
+            deadline_seconds=section.deadline_seconds,
+            start_deadline_seconds=start_deadline_seconds,
+            replace=replace_scorer,
+            at_once=1,
+        )
         self._line = WaitingLine(name)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -49,8 +63,8 @@ class DisRM:
     async def start(self) -> None:
         """Serves the line with scorers that are started."""
         self._tasks = [
-            asyncio.create_task(self._serve(scorer), name=f"reward/{self._name}/{number}")
-            for number, scorer in enumerate(self._scorers)
+            asyncio.create_task(self._serve(), name=f"reward/{self._name}/{number}")
+            for number in range(self._servers)
         ]
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Reward]:
@@ -59,7 +73,7 @@ class DisRM:
 
     async def drain_spans(self) -> list[Span]:
         """The scorers' compute spans since the last call."""
-        drains = [scorer.drain_spans() for scorer in self._scorers]
+        drains = [scorer.drain_spans() for scorer in self._replicas.serving.values()]
         drained = await asyncio.gather(*drains, return_exceptions=True)
         return [
             span
@@ -69,46 +83,42 @@ class DisRM:
         ]
 
     async def stop(self) -> None:
-        """Ends the serving."""
+        """Ends the serving and the restarts that are under way."""
         self._line.close("the source was stopped")
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
+        await self._replicas.stop()
 
-    async def _serve(self, scorer: Scorer) -> None:
-        """Takes and scores for ever; after a failure it pauses, so that others take over."""
-        failures = 0
+    async def _serve(self) -> None:
+        """Takes and scores for ever."""
         while True:
-            waiters = await self._line.take(self._section.seats, len(self._scorers))
+            waiters = await self._line.take(self._section.seats, len(self._replicas.serving) or 1)
             try:
-                fine = await self._batch(scorer, waiters)
+                await self._batch(waiters)
             finally:
                 for waiter in waiters:
                     waiter.give(self._failed("unavailable", "the source was stopped"))
-            failures = 0 if fine else failures + 1
-            if not fine:
-                await asyncio.sleep(
-                    min(PAUSE_LIMIT_SECONDS, PAUSE_SECONDS * 2.0 ** min(failures, 20))
-                )
 
-    async def _batch(self, scorer: Scorer, waiters: Sequence[Waiter]) -> bool:
-        """Scores a batch; an unrenderable text fails alone. False if the scorer failed."""
-        deadline = self._section.deadline_seconds
+    async def _batch(self, waiters: Sequence[Waiter]) -> None:
+        """Scores a batch; an unrenderable text fails alone."""
         try:
-            async with asyncio.timeout(deadline):
-                logits = await scorer.logits([waiter.item for waiter in waiters])
-            for waiter, logit in zip(waiters, logits, strict=True):
-                waiter.give(self._reward(logit))
+            logits = await self._replicas.call(
+                lambda scorer: _logits(scorer, [waiter.item for waiter in waiters])
+            )
         except TemplateFailed as failed:
             if len(waiters) > 1:
-                return all([await self._batch(scorer, [waiter]) for waiter in waiters])
-            waiters[0].give(self._failed("template_error", str(failed)))
-        except TimeoutError:
-            return self._all_failed(waiters, "timeout", f"no scores within {deadline:g} s")
-        except Exception as error:
-            return self._all_failed(waiters, "unavailable", f"{type(error).__name__}: {error}")
-        return True
+                for waiter in waiters:
+                    await self._batch([waiter])
+            else:
+                waiters[0].give(self._failed("template_error", str(failed)))
+        except CallFailed as failed:
+            for waiter in waiters:
+                waiter.give(self._failed(failed.cause, failed.reason))
+        else:
+            for waiter, logit in zip(waiters, logits, strict=True):
+                waiter.give(self._reward(logit))
 
     def _reward(self, logit: float | None) -> Reward:
         if logit is None:
@@ -118,7 +128,9 @@ class DisRM:
     def _failed(self, cause: str, reason: str) -> Reward:
         return Reward.failed(self._name, cause, reason=reason)
 
-    def _all_failed(self, waiters: Sequence[Waiter], cause: str, reason: str) -> bool:
-        for waiter in waiters:
-            waiter.give(self._failed(cause, reason))
-        return False
+
+async def _logits(scorer: Scorer, items: Sequence[ScoreItem]) -> list[float | None]:
+    logits = await scorer.logits(items)
+    if len(logits) != len(items):
+        raise OffbeatError(f"the scorer gave {len(logits)} logits for {len(items)} texts")
+    return logits

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -14,46 +14,37 @@ from typing import Any, Protocol
 import numpy as np
 
 from offbeat.config import RewardSourceSection
-from offbeat.errors import RequestRefused, UserError
+from offbeat.errors import OffbeatError, RequestRefused, UserError
 from offbeat.records import Completion, GenerateRequest, Progress, Sampling, Span
 from offbeat.reward.judge import Verdict
 from offbeat.reward.pool import CallFailed
+from offbeat.reward.replicas import Replicas
 from offbeat.reward.structure import check_spelling, structure_of
 from offbeat.reward.template import TemplateFailed, encode, encode_chat, load_tokenizer
-
-SUSPECT_SECONDS = 0.5
-SUSPECT_LIMIT_SECONDS = 30.0
 
 
 class Generator(Protocol):
     """What a judge needs of an engine (`offbeat.rollout.engine.Engine` has it)."""
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[Completion | Progress]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Completion | Progress, None]:
         """Yields the completions of a request."""
+        ...
+
+    async def health(self) -> Any:
+        """Raises what ended the engine."""
         ...
 
     async def drain_spans(self) -> list[Span]:
         """Compute spans since the last call."""
         ...
 
-
-class _Replica:
-    """An engine and how it fares: calls outstanding, failures on end, avoided until."""
-
-    def __init__(self, engine: Generator) -> None:
-        self.engine = engine
-        self.outstanding = 0
-        self.failures = 0
-        self.avoided_until = 0.0
-
-    def failed(self) -> None:
-        pause = min(SUSPECT_LIMIT_SECONDS, SUSPECT_SECONDS * 2.0 ** min(self.failures, 20))
-        self.failures += 1
-        self.avoided_until = time.monotonic() + pause
+    async def stop(self) -> None:
+        """Ends the engine."""
+        ...
 
 
 class EngineBackend:
-    """Verdicts from engines: the least busy one is asked, a failing one is avoided for a while.
+    """Verdicts from engines, routed by `Replicas`; at most `concurrency` calls in flight.
 
     At temperature 0 identical texts in flight are judged once. Whoever placed the engines starts
     them before and stops them after.
@@ -66,11 +57,22 @@ class EngineBackend:
         section: RewardSourceSection,
         *,
         name: str = "genrm",
+        replace_engine: Callable[[int], Awaitable[Generator]] | None = None,
+        start_deadline_seconds: float = 600.0,
     ) -> None:
-        """`tokenizer` is the judge's, or the directory that `start` loads it from."""
+        """`tokenizer` is the judge's, or the directory that `start` loads it from.
+
+        `replace_engine` ends an engine that died and starts another in its place (`Replicas`).
+        """
         if not engines:
             raise UserError(f"reward.{name}.replicas: a judge needs at least one engine")
-        self._replicas = [_Replica(engine) for engine in engines]
+        self._replicas: Replicas[Generator] = Replicas(
+            name,
+            engines,
+            deadline_seconds=section.deadline_seconds,
+            start_deadline_seconds=start_deadline_seconds,
+            replace=replace_engine,
+        )
         self._tokenizer, self._section, self._name = tokenizer, section, name
         self._ids = count()
         self._encoding = threading.Lock()
@@ -117,18 +119,21 @@ class EngineBackend:
 
     async def drain_spans(self) -> list[Span]:
         """The engines' spans, numbered by replica."""
-        drains = [replica.engine.drain_spans() for replica in self._replicas]
+        serving = self._replicas.serving
+        drains = [engine.drain_spans() for engine in serving.values()]
+        spans = await asyncio.gather(*drains, return_exceptions=True)
         return [
             replace(span, replica=number)
-            for number, drained in enumerate(await asyncio.gather(*drains, return_exceptions=True))
+            for number, drained in zip(serving, spans, strict=True)
             if not isinstance(drained, BaseException)  # a dead one has none
             for span in drained
         ]
 
     async def stop(self) -> None:
-        """Ends the verdicts that are under way."""
+        """Ends the verdicts and the restarts that are under way."""
         for task in self._shared.values():
             task.cancel()
+        await self._replicas.stop()
 
     async def _judge(self, text: str) -> Verdict:
         ids = await asyncio.to_thread(self._encode, text)
@@ -142,33 +147,10 @@ class EngineBackend:
             f"{self._name}-{next(self._ids)}", np.asarray(ids, np.int32), 1, self._sampling
         )
         async with self._seats:
-            now = time.monotonic()
-            replica = min(
-                self._replicas, key=lambda r: (max(0.0, r.avoided_until - now), r.outstanding)
-            )
-            replica.outstanding += 1
             try:
-                return await self._ask(replica, request)
-            finally:
-                replica.outstanding -= 1
-
-    async def _ask(self, replica: _Replica, request: GenerateRequest) -> Verdict:
-        deadline = self._section.deadline_seconds
-        try:
-            async with asyncio.timeout(deadline):
-                completion = await _only(replica.engine.generate(request))
-        except RequestRefused as refused:
-            raise CallFailed("too_long", str(refused)) from refused
-        except TimeoutError as late:
-            replica.failed()
-            raise CallFailed("timeout", f"no verdict within {deadline:g} s") from late
-        except Exception as error:
-            replica.failed()
-            raise CallFailed("unavailable", f"{type(error).__name__}: {error}") from error
-        if completion is None or completion.finish_reason == "aborted":
-            replica.failed()
-            raise CallFailed("unavailable", "the engine gave up the request")
-        replica.failures, replica.avoided_until = 0, 0.0
+                completion = await self._replicas.call(lambda engine: _only(engine, request))
+            except RequestRefused as refused:
+                raise CallFailed("too_long", str(refused)) from refused
         return Verdict(completion.text, completion.finish_reason)
 
     def _encode(self, text: str) -> list[int]:
@@ -183,9 +165,12 @@ class EngineBackend:
                 raise CallFailed("template_error", str(failed)) from failed
 
 
-async def _only(completions: AsyncIterator[Completion | Progress]) -> Completion | None:
+async def _only(engine: Generator, request: GenerateRequest) -> Completion:
     last = None
-    async for completion in completions:
-        if isinstance(completion, Completion):
-            last = completion
+    async with contextlib.aclosing(engine.generate(request)) as completions:
+        async for completion in completions:
+            if isinstance(completion, Completion):
+                last = completion
+    if last is None or last.finish_reason == "aborted":
+        raise OffbeatError("the engine gave up the request")
     return last

@@ -2,8 +2,9 @@
 
 Invariants: each source gives exactly one typed outcome per sample; a failure is retried in one
 place only (the endpoint pool for a `base_url`, this loop for everything else) and is never a
-number; per source, scored + abstained + failed equals the samples seen. The loop owns no task
-beyond a call of `score`; deadlines of calls are the sources' own.
+number; a call that was lost with its replica is asked again, whatever `retries` says; per source,
+scored + abstained + failed equals the samples seen. The loop owns no task beyond a call of
+`score`; deadlines of calls are the sources' own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from offbeat.config import RewardSourceSection
 from offbeat.errors import DeadlinePassed, UserError
 from offbeat.records import Reward, ScoreItem, Span
 from offbeat.reward.combine import Decision, combine, decide, present
+from offbeat.reward.replicas import LOST
 from offbeat.reward.source import RewardSource
 
 __all__ = ["RewardLoop", "Scored", "SourceStats"]
@@ -28,6 +30,9 @@ BACKOFF_LIMIT_SECONDS = 5.0
 STOP_SECONDS = 30.0
 DETERMINISTIC = frozenset({"too_long", "template_error"})
 """Causes that the same sample meets again: retrying them is a waste."""
+LOST_LIMIT = 2
+"""Times that a sample is asked again because its replica died. One that lost three replicas is
+likelier what kills them than a victim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +171,19 @@ class RewardLoop:
     async def _outcome(self, name: str, item: ScoreItem) -> Reward:
         section = self._config[name]
         budget = 0 if section.base_url is not None else section.retries
-        retries = 0
+        retries = lost = 0
         reward = await self._ask(name, item)
-        while retries < budget and _worth_retrying(reward, section):
-            pause = min(BACKOFF_LIMIT_SECONDS, BACKOFF_SECONDS * 2**retries)
+        while _worth_retrying(reward, section):
+            if reward.cause == LOST and lost < LOST_LIMIT:
+                lost += 1
+            elif reward.cause != LOST and retries < budget:
+                retries += 1
+            else:
+                break
+            pause = min(BACKOFF_LIMIT_SECONDS, BACKOFF_SECONDS * 2 ** (retries + lost - 1))
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-            retries += 1
             reward = await self._ask(name, item)
-        return replace(reward, retries=reward.retries + retries)
+        return replace(reward, retries=reward.retries + retries + lost)
 
     async def _ask(self, name: str, item: ScoreItem) -> Reward:
         """One call; what breaks the source's contract becomes a typed failure too."""

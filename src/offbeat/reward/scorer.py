@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offbeat.config import RewardSourceSection
-from offbeat.errors import UserError
+from offbeat.errors import RunFailed, UserError
 from offbeat.records import ScoreItem, Span
 from offbeat.reward.template import TextTemplate, encode, encode_chat, load_tokenizer
 
@@ -76,9 +76,14 @@ class TransformersScorer:
     async def logits(self, items: Sequence[ScoreItem]) -> list[float | None]:
         """Raw logit per item; None where the text is over length and the policy is to fail it."""
         if self._thread is None:
-            raise RuntimeError(f"the scorer of reward.{self._name} is not started")
+            raise RunFailed(f"the scorer of reward.{self._name} is not running")
         run = asyncio.get_running_loop().run_in_executor
         return await run(self._thread, self._score, list(items))
+
+    async def health(self) -> None:
+        """Raises if the scorer does not run."""
+        if self._thread is None or self._model is None:
+            raise RunFailed(f"the scorer of reward.{self._name} is not running")
 
     async def drain_spans(self) -> list[Span]:
         """Compute spans since the last call."""

@@ -44,6 +44,10 @@ class Scorer(Protocol):
         """Raw logit per item; None where the text is over length and the policy is to fail it."""
         ...
 
+    async def health(self) -> None:
+        """Answers within milliseconds, also while it scores; raises what ended the scorer."""
+        ...
+
     async def drain_spans(self) -> list[Span]:
         """Compute spans since the last call."""
         ...
