@@ -1,4 +1,4 @@
-"""The command line: init, check, train, eval, plot.
+"""The command line: init, check, train, eval, plot, doctor.
 
 Exit codes: 0 done; 2 something that the user mends, said in one sentence on stderr; 1 a run that
 failed or an error of ours; 130 interrupted. torch and Ray are imported by train and eval only.
@@ -94,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     plot = add("plot", _plot, "draw a run's curves", config=False)
     plot.add_argument("run_dir", type=Path, metavar="RUN", help="a run's directory")
     plot.add_argument("-o", "--out", type=Path, required=True, help="PNG file to write")
+    add("doctor", _doctor, "say what is installed, whether it fits, and the mends", config=False)
     return parser
 
 
@@ -155,6 +156,12 @@ def _plot(options: argparse.Namespace, overrides: list[str]) -> int:
     plot(options.run_dir, options.out)
     print(f"wrote {options.out}")
     return 0
+
+
+def _doctor(options: argparse.Namespace, overrides: list[str]) -> int:
+    from offbeat.cli_doctor import doctor
+
+    return doctor(print)
 
 
 if __name__ == "__main__":
