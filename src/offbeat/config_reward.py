@@ -113,13 +113,3 @@ class RewardSourceSection(Section):
         if self.scale[0] >= self.scale[1]:
             raise ValueError(f"scale = {list(self.scale)} must be lowest, then highest grade")
         return self
-
-    @model_validator(mode="after")
-    def _enforced(self) -> Self:
-        own = self.kind == "genrm" and self.base_url is None
-        if own and self.structured == "on" and self.engine != "vllm":
-            raise ValueError(
-                f'structured = "on" needs an engine that enforces a form, and "{self.engine}" '
-                'does not; set engine = "vllm" or structured = "auto"'
-            )
-        return self
