@@ -2,13 +2,14 @@
 
 A step is one flat forward pass: the pending token of every running sample, and the prompts that
 joined. A sample's `length` counts the columns computed in its seat; its newest token is pending
-until the next step. `rows[i]` holds seat i.
+until the next step. `rows[i]` holds seat i. A sample that is resumed joins with its tokens behind
+its prompt, as a job of its own: what siblings share is computed once all the same.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -23,6 +24,8 @@ from offbeat.records import (
     Manifest,
     Payload,
     PolicyVersion,
+    Progress,
+    Sampling,
 )
 from offbeat.rollout.kv import Segment, Tokens, chunked, share_prefixes
 from offbeat.rollout.policy_model import PolicyModel
@@ -30,16 +33,40 @@ from offbeat.rollout.spans import SpanLog
 from offbeat.rollout.stop_strings import StopStrings
 
 OnUpdate = Literal["recompute", "keep_kv"]
+Deliver = Callable[[Completion | Progress | BaseException], None]
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One request on its way; `deliver` is called on the stepping thread."""
+    """Samples `indices` of one request on their way; `deliver` is called on the stepping thread.
+
+    `prompt` is what is prefilled: the request's prompt, and behind it the tokens of `resumed`.
+    """
 
     request: GenerateRequest
     prompt: Tokens
-    deliver: Callable[[Completion | BaseException], None]
+    deliver: Deliver
+    indices: tuple[int, ...]
+    resumed: Payload | None = None
     seated: int = 0
+
+    @property
+    def unseated(self) -> int:
+        """Samples that have no seat yet."""
+        return len(self.indices) - self.seated
+
+
+def jobs_of(request: GenerateRequest, deliver: Deliver) -> list[Job]:
+    """A request's jobs: one for each sample that is resumed, and one for all that begin."""
+    prompt = np.asarray(request.prompt_ids, np.int64)
+    resumed = {index: tokens for index, tokens in request.resume if len(tokens.token_ids)}
+    jobs = [
+        Job(request, np.concatenate([prompt, tokens.token_ids]), deliver, (index,), tokens)
+        for index, tokens in resumed.items()
+    ]
+    known = request.done | resumed.keys()
+    fresh = tuple(index for index in range(request.n) if index not in known)
+    return [*jobs, Job(request, prompt, deliver, fresh)] if fresh else jobs
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +81,21 @@ class _Row:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    told: int = 0  # tokens of the newest snapshot
+
+    @property
+    def sequence(self) -> Tokens:
+        """Prompt and tokens but the pending one: what its seat has computed."""
+        begun = 0 if self.job.resumed is None else len(self.job.resumed.token_ids)
+        return np.concatenate([self.job.prompt, np.array(self.ids[begun:-1], np.int64)])
+
+    def payload(self) -> Payload:
+        """A copy of the token arrays so far."""
+        return Payload(
+            np.array(self.ids, np.int32),
+            np.array(self.logprobs, np.float32),
+            np.array(self.versions, np.int32),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +128,7 @@ class Stepper:
         self._budget = prefill_budget
         self._spans = spans
         self._stops = StopStrings(model.decode)
-        self._ended: list[tuple[Job, Completion]] = []
+        self._outbox: list[tuple[Job, Completion | Progress]] = []
 
     @property
     def idle(self) -> bool:
@@ -95,18 +137,19 @@ class Stepper:
 
     def waiting_samples(self) -> int:
         """Samples of taken requests that have no seat yet. Read from other threads, too."""
-        return sum(job.request.n - job.seated for job in tuple(self.waiting))
+        return sum(job.unseated for job in tuple(self.waiting))
 
-    def submit(self, job: Job) -> None:
+    def submit(self, jobs: list[Job]) -> None:
         """Queues a request whose size was checked."""
-        self.waiting.append(job)
+        self.waiting.extend(jobs)
 
-    def cancel(self, job: Job) -> None:
+    def cancel(self, jobs: list[Job]) -> None:
         """Frees the request's seats; nothing more is delivered."""
-        if job in self.waiting:
-            self.waiting.remove(job)
+        for job in jobs:
+            if job in self.waiting:
+                self.waiting.remove(job)
         for seat in reversed(range(len(self.rows))):
-            if self.rows[seat].job is job:
+            if self.rows[seat].job in jobs:
                 self._leave(seat)
 
     def abort_all(self) -> None:
@@ -114,9 +157,8 @@ class Stepper:
         for row in self.rows:
             self._finish(row, "aborted")
         for job in self.waiting:
-            for index in range(job.seated, job.request.n):
-                row = _Row(job, index, frozenset(), 0, self.version)
-                self._finish(row, "aborted")
+            for index in job.indices[job.seated :]:
+                self._finish(self._row(job, index), "aborted")
         self.rows.clear()
         self.waiting.clear()
         self._deliver()
@@ -167,8 +209,7 @@ class Stepper:
         begun = self._spans.begin()
         items: list[tuple[Tokens, tuple[int, ...]]] = []
         for seat, row in enumerate(self.rows):
-            tokens = np.concatenate([row.job.prompt, np.array(row.ids[:-1], np.int64)])
-            items.append((tokens, (seat,)))
+            items.append((row.sequence, (seat,)))
             row.kv_version = self.version
         # What siblings and prompts share is computed once, as at a prefill.
         for chunk in chunked(share_prefixes(items), self._budget):
@@ -213,19 +254,29 @@ class Stepper:
 
     def _seat(self, job: Job, free: int) -> _Join:
         """Gives the request's next samples their seats; it waits on if some remain."""
-        count = min(free, job.request.n - job.seated)
-        stop_ids = set(job.request.sampling.stop_token_ids)
-        if self.model.eos_token_id is not None:
-            stop_ids.add(self.model.eos_token_id)
-        rows = [
-            _Row(job, job.seated + i, frozenset(stop_ids), len(job.prompt), self.version)
-            for i in range(count)
-        ]
+        indices = job.indices[job.seated : job.seated + free]
+        rows = [self._row(job, index) for index in indices]
         self.rows.extend(rows)
-        job.seated += count
-        if job.seated == job.request.n:
+        job.seated += len(rows)
+        if not job.unseated:
             self.waiting.popleft()
         return _Join(job, rows)
+
+    def _row(self, job: Job, index: int) -> _Row:
+        row = _Row(job, index, self.stop_ids(job.request.sampling), len(job.prompt), self.version)
+        if job.resumed is not None:
+            row.ids = job.resumed.token_ids.tolist()
+            row.logprobs = job.resumed.logprobs.tolist()
+            row.versions = job.resumed.versions.tolist()
+            row.told = len(row.ids)
+        return row
+
+    def stop_ids(self, sampling: Sampling) -> frozenset[int]:
+        """Tokens that end a sample."""
+        end = self.model.eos_token_id
+        return frozenset(
+            sampling.stop_token_ids if end is None else (*sampling.stop_token_ids, end)
+        )
 
     def _sibling(self, job: Job) -> int | None:
         """A seat that holds this request's prompt, computed by the current weights."""
@@ -265,25 +316,29 @@ class Stepper:
             row.ids.append(token)
             row.logprobs.append(logprob)
             row.versions.append(step)
-            sampling = row.job.request.sampling
-            if token in row.stop_ids or (
-                sampling.stop and self._stops.check(row.ids, sampling.stop)
-            ):
-                self._finish(row, "stop")
-            elif len(row.ids) >= sampling.max_tokens:
-                self._finish(row, "length")
-            else:
-                continue
-            ended.append(seat)
+            reason = self.reason_to_end(row.job.request.sampling, row.ids, row.stop_ids)
+            if reason is not None:
+                self._finish(row, reason)
+                ended.append(seat)
+            elif 0 < row.job.request.snapshot_every <= len(row.ids) - row.told:
+                self._tell(row)
         for seat in sorted(ended, reverse=True):
             self._leave(seat)
 
+    def reason_to_end(
+        self, sampling: Sampling, ids: Sequence[int], stop_ids: frozenset[int]
+    ) -> FinishReason | None:
+        """Why a sample ends with its newest token, whichever engine made those before it."""
+        if ids[-1] in stop_ids or (sampling.stop and self._stops.check(ids, sampling.stop)):
+            return "stop"
+        return "length" if len(ids) >= sampling.max_tokens else None
+
+    def _tell(self, row: _Row) -> None:
+        row.told = len(row.ids)
+        progress = Progress(row.job.request.request_id, row.index, row.told, row.payload())
+        self._outbox.append((row.job, progress))
+
     def _finish(self, row: _Row, reason: FinishReason) -> None:
-        payload = Payload(
-            np.array(row.ids, np.int32),
-            np.array(row.logprobs, np.float32),
-            np.array(row.versions, np.int32),
-        )
         completion = Completion(
             request_id=row.job.request.request_id,
             index=row.index,
@@ -292,14 +347,14 @@ class Stepper:
             version_min=min(row.versions, default=self.version.step),
             version_max=max(row.versions, default=self.version.step),
             finish_reason=reason,
-            ref=payload,
+            ref=row.payload(),
         )
-        self._ended.append((row.job, completion))
+        self._outbox.append((row.job, completion))
 
     def _deliver(self) -> None:
-        for job, completion in self._ended:
-            job.deliver(completion)
-        self._ended.clear()
+        for job, item in self._outbox:
+            job.deliver(item)
+        self._outbox.clear()
 
     def _leave(self, seat: int) -> None:
         """Frees a seat; the last running sample moves into it, so that seats stay compact."""

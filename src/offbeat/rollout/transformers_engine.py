@@ -17,28 +17,28 @@ If the stepping thread raises, every waiting and later call raises the same erro
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
-from offbeat.errors import RequestRefused, RunFailed
+from offbeat.errors import RunFailed
 from offbeat.records import (
     Completion,
     EngineHealth,
     GenerateRequest,
     Manifest,
     PolicyVersion,
+    Progress,
     Span,
 )
 from offbeat.rollout.policy_model import PolicyModel
+from offbeat.rollout.refusals import check_request
 from offbeat.rollout.spans import SpanLog
-from offbeat.rollout.stepper import Job, OnUpdate, Stepper
+from offbeat.rollout.stepper import Job, OnUpdate, Stepper, jobs_of
 
 LoadManifest = Callable[[Manifest], Mapping[str, torch.Tensor]]
 
@@ -51,12 +51,12 @@ LONGEST_LINGER = 0.02
 
 @dataclass(frozen=True, slots=True)
 class _Submit:
-    job: Job
+    jobs: list[Job]
 
 
 @dataclass(frozen=True, slots=True)
 class _Cancel:
-    job: Job
+    jobs: list[Job]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,33 +140,35 @@ class TransformersEngine:
         self._thread.start()
         await ready
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Completion]:
-        """Yields each of the request's `n` completions as it ends, in order of ending.
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Completion | Progress]:
+        """Yields each of the request's completions that are not `done` as it ends, in order of
+        ending, and copies of the running ones every `snapshot_every` tokens.
 
-        Raises `RequestRefused` for a request that cannot be run; all others go on. Closing the
-        iterator early frees the seats of what still runs.
+        A sample to `resume` is prefilled with its tokens: what it draws is conditioned on them
+        under the present weights. Raises `RequestRefused` for a request that cannot be run; all
+        others go on. Closing the iterator early frees the seats of what still runs.
         """
         self._refuse(request)
         loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
+        arrived: asyncio.Queue[Completion | Progress | BaseException] = asyncio.Queue()
 
-        def deliver(item: Completion | BaseException) -> None:
+        def deliver(item: Completion | Progress | BaseException) -> None:
             _call(loop, arrived.put_nowait, item)
 
-        job = Job(request, np.asarray(request.prompt_ids, np.int64), deliver)
-        self._post(_Submit(job))
-        left = request.n
+        jobs = jobs_of(request, deliver)
+        self._post(_Submit(jobs))
+        left = request.n - len(request.done)
         try:
             while left:
                 item = await arrived.get()
                 if isinstance(item, BaseException):
                     left = 0
                     raise item
-                left -= 1
+                left -= isinstance(item, Completion)
                 yield item
         finally:
             if left:
-                self._cancel(job)
+                self._cancel(jobs)
 
     async def load(self, manifest: Manifest) -> PolicyVersion:
         """Swaps weights between two steps; returns when the next token is the new version's.
@@ -188,7 +190,8 @@ class TransformersEngine:
     async def health(self) -> EngineHealth:
         """The version, and how many samples run and wait; raises what ended the engine."""
         stepper = self._alive()
-        queued = sum(c.job.request.n for c in tuple(self._inbox) if isinstance(c, _Submit))
+        inbox = tuple(self._inbox)
+        queued = sum(job.unseated for c in inbox if isinstance(c, _Submit) for job in c.jobs)
         return EngineHealth(
             version=stepper.version,
             running=len(stepper.rows),
@@ -228,39 +231,23 @@ class TransformersEngine:
             self._inbox.append(command)
             self._changed.notify()
 
-    def _cancel(self, job: Job) -> None:
+    def _cancel(self, jobs: list[Job]) -> None:
         """An engine that has ended has nothing to cancel, and is no error here."""
         with self._changed:
             if self._error is None and not self._stopping:
-                self._inbox.append(_Cancel(job))
+                self._inbox.append(_Cancel(jobs))
                 self._changed.notify()
 
     def _refuse(self, request: GenerateRequest) -> None:
         """Raises for a request that cannot be run, in one sentence with the numbers."""
-        self._alive()
-        sampling, prompt = request.sampling, np.asarray(request.prompt_ids)
-        size, more = len(prompt), sampling.max_tokens
-        if size + more > self._context:
-            raise RequestRefused(
-                f"{request.request_id}: {size} prompt tokens + {more} max_tokens = {size + more} "
-                f"exceed the context of {self._context}"
-            )
-        if size < 1 or more < 1 or request.n < 1:
-            raise RequestRefused(
-                f"{request.request_id}: {size} prompt tokens, {more} max_tokens and "
-                f"{request.n} completions must each be at least 1"
-            )
-        if int(prompt.min()) < 0 or int(prompt.max()) >= self._vocabulary:
-            raise RequestRefused(
-                f"{request.request_id}: prompt tokens {prompt.min()}..{prompt.max()} are not all "
-                f"in the vocabulary of {self._vocabulary}"
-            )
-        if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-            raise RequestRefused(
-                f"{request.request_id}: temperature {sampling.temperature} must be 0 or more"
-            )
-        if any(not stop for stop in sampling.stop):
-            raise RequestRefused(f"{request.request_id}: a stop string is empty")
+        stepper, sampling = self._alive(), request.sampling
+        stop_ids = stepper.stop_ids(sampling)
+        check_request(
+            request,
+            context=self._context,
+            vocabulary=self._vocabulary,
+            ends=lambda ids: stepper.reason_to_end(sampling, ids, stop_ids),
+        )
 
     # ---- from here on: the stepping thread ----
 
@@ -306,10 +293,10 @@ class TransformersEngine:
             commands, self._inbox = self._inbox, []
             for command in commands:
                 if isinstance(command, _Submit):
-                    stepper.submit(command.job)
+                    stepper.submit(command.jobs)
         for command in commands:
             if isinstance(command, _Cancel):
-                stepper.cancel(command.job)
+                stepper.cancel(command.jobs)
         loads = [command for command in commands if isinstance(command, _Load)]
         if stopping:
             stopped = RunFailed(f"{self._name()} was stopped before it loaded")
@@ -349,7 +336,8 @@ class TransformersEngine:
             self._stepper.fail_all(error)
         for command in commands:
             if isinstance(command, _Submit):
-                command.job.deliver(error)
+                for job in command.jobs[:1]:  # they share who is told
+                    job.deliver(error)
             elif isinstance(command, _Load):
                 command.answer(error)
 
