@@ -1,14 +1,15 @@
 """The roles as Ray actors; `rollouter_actor.py` has the rollouter's.
 
-The driver creates and owns every actor, so they die with it (a replacement engine is owned by the
+The driver creates and owns every actor, so they die with it (a replacement is owned by the
 rollouter, which the driver owns). Actors are named `<run id>/<role>/<replica>`. Token arrays go
 from engines to the trainer through the object store; the rollouter and the driver hold references.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace as changed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayTaskError
 
 from offbeat.cluster.build import make_engine, make_scorer, make_trainer
+from offbeat.cluster.leftovers import TAG, end_leftovers
 from offbeat.cluster.logs import log_to
 from offbeat.cluster.pools import ResourcePool
 from offbeat.cluster.specs import EngineSpec, RunSpec, ScorerSpec, log_folder
@@ -68,6 +70,7 @@ class EngineActor:
         self._keep_payloads = spec.role == "rollout"
 
     async def start(self) -> None:
+        await asyncio.to_thread(end_leftovers)
         await self._engine.start()
 
     async def generate(
@@ -161,10 +164,15 @@ class ScorerActor:
         self._scorer = make_scorer(spec)
 
     async def start(self) -> None:
+        await asyncio.to_thread(end_leftovers)
         await self._scorer.start()
 
     async def logits(self, items: Sequence[ScoreItem]) -> list[float | None]:
         return await self._scorer.logits(items)
+
+    @ray.method(concurrency_group="health")  # type: ignore[untyped-decorator]
+    async def health(self) -> None:
+        await self._scorer.health()
 
     async def drain_spans(self) -> list[Span]:
         return await self._scorer.drain_spans()
@@ -185,6 +193,9 @@ class RayScorer:
     async def logits(self, items: Sequence[ScoreItem]) -> list[float | None]:
         logits: list[float | None] = await result(self.handle.logits.remote(list(items)))
         return logits
+
+    async def health(self) -> None:
+        await result(self.handle.health.remote())
 
     async def drain_spans(self) -> list[Span]:
         spans: list[Span] = await result(self.handle.drain_spans.remote())
@@ -248,10 +259,41 @@ class RayTrainer:
 
 
 def start_engine(
-    spec: EngineSpec, pool: ResourcePool, run: RunSpec, *, name: str | None
+    spec: EngineSpec, pool: ResourcePool, run: RunSpec, *, named: bool = True
 ) -> ActorHandle:
     """An engine actor on its bundle of `pool`."""
-    options = pool.options(spec.replica, threads=spec.threads)
-    if name is not None:
-        options |= {"name": f"{run.run_id}/{name}/{spec.replica}", "namespace": NAMESPACE}
+    options = _options(pool, run, spec.role, spec.replica, spec.threads, named=named)
     return remote(EngineActor, health=True).options(max_concurrency=1000, **options).remote(spec)
+
+
+def start_scorer(
+    spec: ScorerSpec, pool: ResourcePool, run: RunSpec, *, named: bool = True
+) -> ActorHandle:
+    """A scorer actor on its bundle of `pool`."""
+    role, threads = f"reward/{spec.name}", spec.section.threads
+    options = _options(pool, run, role, spec.replica, threads, named=named)
+    return remote(ScorerActor, health=True).options(**options).remote(spec)
+
+
+def _options(
+    pool: ResourcePool, run: RunSpec, role: str, replica: int, threads: int, *, named: bool
+) -> dict[str, Any]:
+    """A replacement has no name: its predecessor's may be taken still."""
+    options = pool.options(replica, threads=threads)
+    name = f"{run.run_id}/{role}/{replica}"
+    options["runtime_env"]["env_vars"] |= {TAG: name}
+    return options | ({"name": name, "namespace": NAMESPACE} if named else {})
+
+
+async def start_again(
+    handles: list[ActorHandle], index: int, start: Callable[[], ActorHandle]
+) -> ActorHandle:
+    """Kills replica `index` and starts another on its bundle; leaves none if that fails."""
+    ray.kill(handles[index])
+    handles[index] = fresh = start()
+    try:
+        await result(fresh.start.remote())
+    except BaseException:
+        ray.kill(fresh)
+        raise
+    return fresh

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 def make_engine(spec: EngineSpec) -> Engine:
     """An engine that is not started yet."""
+    if spec.engine == "vllm":
+        return _vllm_engine(spec)
     from offbeat.rollout.transformers_engine import TransformersEngine
     from offbeat.weights.transport import load_manifest
 
@@ -42,6 +46,28 @@ def make_engine(spec: EngineSpec) -> Engine:
         threads=spec.threads,
         version=PolicyVersion(spec.lineage, 0),
         load_manifest=load_manifest,
+    )
+
+
+def _vllm_engine(spec: EngineSpec) -> Engine:
+    from offbeat.rollout.vllm_engine import VllmEngine
+
+    return VllmEngine(
+        spec.model_path,
+        tokenizer_path=spec.tokenizer_path,
+        role=spec.role,
+        replica=spec.replica,
+        seats=spec.seats,
+        max_context=spec.max_context,
+        seed=spec.seed,
+        dtype=spec.dtype,  # type: ignore[arg-type]
+        device=spec.device,  # type: ignore[arg-type]
+        on_update=spec.on_update,  # type: ignore[arg-type]
+        threads=spec.threads,
+        version=PolicyVersion(spec.lineage, 0),
+        devices=spec.devices,
+        memory_share=spec.memory_share,
+        engine_args=spec.engine_args,
     )
 
 
@@ -65,19 +91,32 @@ def make_trainer(config: Config, run: RunSpec, total_steps: int) -> Trainer:
     )
 
 
-async def make_rewards(
-    config: Config,
-    engines: Mapping[str, Sequence[Engine]],
-    scorers: Mapping[str, Sequence[Scorer]],
-) -> RewardLoop:
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Started replicas of the sources that stand on pools of their own, by source.
+
+    The two functions end a replica (source, index) for good and return another on its devices,
+    started; when they fail or are cancelled, they leave nothing there.
+    """
+
+    engines: Mapping[str, Sequence[Engine]]
+    scorers: Mapping[str, Sequence[Scorer]]
+    replace_engine: Callable[[str, int], Awaitable[Engine]]
+    replace_scorer: Callable[[str, int], Awaitable[Scorer]]
+
+
+async def make_rewards(config: Config, standing: Standing) -> RewardLoop:
     """The reward loop over all active sources; replicas come from each source's own pool."""
     sources = {
         name: build_source(
             name,
             section,
             base=config.base_dir,
-            engines=engines.get(name),
-            scorers=scorers.get(name),
+            engines=standing.engines.get(name),
+            scorers=standing.scorers.get(name),
+            replace_engine=partial(standing.replace_engine, name),
+            replace_scorer=partial(standing.replace_scorer, name),
+            start_deadline_seconds=config.cluster.start_deadline_seconds,
         )
         for name, section in config.active_rewards.items()
     }
@@ -96,13 +135,9 @@ class RolloutSide:
         self._store: Store | None = None
         self.core: Rollouter | None = None
 
-    async def start(
-        self,
-        engines: Mapping[str, Sequence[Engine]],
-        scorers: Mapping[str, Sequence[Scorer]],
-    ) -> int:
+    async def start(self, standing: Standing) -> int:
         """Reads prompts and starts the reward loop; returns how many ordinals there are."""
-        self._rewards = await make_rewards(self.config, engines, scorers)
+        self._rewards = await make_rewards(self.config, standing)
         prompts, self._held_out = await asyncio.to_thread(self._read)
         self._prompts = prompts
         return prompts.total

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from offbeat.cluster.build import RolloutSide, make_engine, make_scorer, make_trainer
+from offbeat.cluster.build import RolloutSide, Standing, make_engine, make_scorer, make_trainer
 from offbeat.cluster.roles import Roles
-from offbeat.cluster.specs import RunSpec, ScorerSpec, judge_engine, policy_engine, standing
+from offbeat.cluster.specs import RunSpec, judge_engine, policy_engine, scorer_spec, standing
 from offbeat.config import Config
 from offbeat.data import planned_steps
 from offbeat.records import Batch, Manifest, PolicyVersion, Span
@@ -21,7 +21,7 @@ from offbeat.rollout.engine import Engine
 if TYPE_CHECKING:
     from offbeat.train.step import StepResult
 
-
+Replica = TypeVar("Replica", Engine, Scorer)
 STOP_SECONDS = 10.0
 
 
@@ -48,41 +48,87 @@ class LocalTrainer:
         return self.core.drain_spans()
 
 
+class LocalReplicas:
+    """Engines and reward replicas of this process, started one by one: loading models is not
+    thread-safe in transformers."""
+
+    def __init__(self, config: Config, run: RunSpec) -> None:
+        self._config, self._run = config, run
+        sources = config.active_rewards
+        self.engines = [self._policy(i) for i in range(config.rollout.replicas)]
+        self.judges = {
+            name: [self._judge(name, i) for i in range(n)]
+            for name, n in standing(sources, "genrm").items()
+        }
+        self.scorers = {
+            name: [self._scorer(name, i) for i in range(n)]
+            for name, n in standing(sources, "disrm").items()
+        }
+        self._all: list[Engine | Scorer] = [*self.engines]
+        self._all += [replica for part in self.judges.values() for replica in part]
+        self._all += [replica for part in self.scorers.values() for replica in part]
+        self._one_by_one = asyncio.Lock()
+
+    async def start(self) -> Standing:
+        """Starts all; returns those of the reward sources."""
+        for replica in self._all:
+            await replica.start()
+        return Standing(
+            {name: tuple(found) for name, found in self.judges.items()},
+            {name: tuple(found) for name, found in self.scorers.items()},
+            self._replace_judge,
+            self._replace_scorer,
+        )
+
+    async def replace(self, index: int) -> Engine:
+        """Ends rollout engine `index` and starts another."""
+        return await self._again(self.engines, index, lambda: self._policy(index))
+
+    async def stop(self) -> None:
+        """Ends all that were ever started."""
+        await _ended(*(replica.stop() for replica in self._all))
+
+    async def _replace_judge(self, name: str, index: int) -> Engine:
+        return await self._again(self.judges[name], index, lambda: self._judge(name, index))
+
+    async def _replace_scorer(self, name: str, index: int) -> Scorer:
+        return await self._again(self.scorers[name], index, lambda: self._scorer(name, index))
+
+    async def _again(
+        self, replicas: list[Replica], index: int, make: Callable[[], Replica]
+    ) -> Replica:
+        async with self._one_by_one:
+            await _ended(replicas[index].stop())
+            replicas[index] = fresh = make()
+            self._all.append(fresh)  # a start that is cancelled goes on in its thread
+            await fresh.start()
+            return fresh
+
+    def _policy(self, index: int) -> Engine:
+        return make_engine(policy_engine(self._config, self._run, index))
+
+    def _judge(self, name: str, index: int) -> Engine:
+        section = self._config.active_rewards[name]
+        return make_engine(judge_engine(name, section, self._config, self._run, index))
+
+    def _scorer(self, name: str, index: int) -> Scorer:
+        section = self._config.active_rewards[name]
+        return make_scorer(scorer_spec(name, section, self._config, self._run, index))
+
+
 @asynccontextmanager
 async def local_roles(config: Config, run: RunSpec) -> AsyncIterator[Roles]:
     """Starts every role in this process and ends them all."""
-    sources = config.active_rewards
-    engines = [make_engine(policy_engine(config, run, i)) for i in range(config.rollout.replicas)]
-    judges = {
-        name: [make_engine(judge_engine(name, sources[name], config, run, i)) for i in range(n)]
-        for name, n in standing(sources, "genrm").items()
-    }
-    scorers = {
-        name: [make_scorer(ScorerSpec(name, i, sources[name], run.device)) for i in range(n)]
-        for name, n in standing(sources, "disrm").items()
-    }
-    started: list[Engine | Scorer] = [*engines]
-    started += [replica for part in judges.values() for replica in part]
-    started += [replica for part in scorers.values() for replica in part]
+    replicas = LocalReplicas(config, run)
     side = RolloutSide(config, run)
     running: asyncio.Task[None] | None = None
     trainer: LocalTrainer | None = None
     try:
-        for replica in started:  # one by one: loading models is not thread-safe in transformers
-            await replica.start()
-        total_steps = planned_steps(config, await side.start(judges, scorers))
+        total_steps = planned_steps(config, await side.start(await replicas.start()))
         trainer = LocalTrainer(config, run, total_steps)
         await trainer.setup()
-
-        async def replace(index: int) -> Engine:
-            old, fresh = engines[index], make_engine(policy_engine(config, run, index))
-            await _ended(old.stop())
-            started.append(fresh)
-            await fresh.start()
-            engines[index] = fresh
-            return fresh
-
-        core = side.build(engines, total_steps, replace, config.run_dir / "ledger.sqlite")
+        ledger = config.run_dir / "ledger.sqlite"
+        core = side.build(replicas.engines, total_steps, replicas.replace, ledger)
         running = asyncio.create_task(core.run())
         await core.running.wait()
         yield Roles(core, trainer, total_steps)
@@ -93,7 +139,7 @@ async def local_roles(config: Config, run: RunSpec) -> AsyncIterator[Roles]:
         try:
             await side.close()
         finally:
-            await _ended(*(replica.stop() for replica in started))
+            await replicas.stop()
             if trainer is not None:
                 trainer.core.close()
 

@@ -16,11 +16,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from offbeat.cluster.actors import (
     NAMESPACE,
     RayTrainer,
-    ScorerActor,
     TrainerActor,
     remote,
     result,
     start_engine,
+    start_scorer,
 )
 from offbeat.cluster.plan import plan_pools
 from offbeat.cluster.pools import SLOT, ResourcePool, create_pools, process_env, remove_pools
@@ -29,10 +29,9 @@ from offbeat.cluster.rollouter_actor import RayRollouter, RollouterActor
 from offbeat.cluster.signals import end_on_sigterm
 from offbeat.cluster.specs import (
     RunSpec,
-    ScorerSpec,
     judge_engine,
-    log_folder,
     policy_engine,
+    scorer_spec,
     standing,
 )
 from offbeat.config import Config
@@ -119,7 +118,7 @@ class _Starter:
         """Starts everything; the order is engines and scorers, rollouter, trainer."""
         config, run = self.config, self.run
         specs = [policy_engine(config, run, i) for i in range(config.rollout.replicas)]
-        engines = [start_engine(spec, pools["rollout"], run, name="rollout") for spec in specs]
+        engines = [start_engine(spec, pools["rollout"], run) for spec in specs]
         judges = {name: self._judges(name, n, pools) for name, n in self._standing("genrm")}
         scorers = {name: self._scorers(name, n, pools) for name, n in self._standing("disrm")}
         replicas = [*engines, *(h for g in (judges, scorers) for part in g.values() for h in part)]
@@ -141,7 +140,9 @@ class _Starter:
         self.waiting = "engines and reward replicas"
         await asyncio.gather(*(result(handle.start.remote()) for handle in replicas))
         self.waiting = "the rollouter's reward loop and prompts"
-        total = planned_steps(config, await result(self.rollouter.start.remote(judges, scorers)))
+        total = planned_steps(
+            config, await result(self.rollouter.start.remote(judges, scorers, pools))
+        )
         self.waiting = "the trainer"
         await result(self.trainer.setup.remote(total))
         ledger = config.run_dir / "ledger.sqlite"
@@ -155,30 +156,13 @@ class _Starter:
 
     def _judges(self, name: str, n: int, pools: dict[str, ResourcePool]) -> list[ActorHandle]:
         section = self.config.active_rewards[name]
-        role = f"reward/{name}"
-        return [
-            start_engine(
-                judge_engine(name, section, self.config, self.run, i),
-                pools[role],
-                self.run,
-                name=role,
-            )
-            for i in range(n)
-        ]
+        specs = [judge_engine(name, section, self.config, self.run, i) for i in range(n)]
+        return [start_engine(spec, pools[f"reward/{name}"], self.run) for spec in specs]
 
     def _scorers(self, name: str, n: int, pools: dict[str, ResourcePool]) -> list[ActorHandle]:
         section = self.config.active_rewards[name]
-        role = f"reward/{name}"
-        return [
-            remote(ScorerActor)
-            .options(
-                name=f"{self.run.run_id}/{role}/{i}",
-                namespace=NAMESPACE,
-                **pools[role].options(i, threads=section.threads),
-            )
-            .remote(ScorerSpec(name, i, section, self.run.device, log_folder(self.config)))
-            for i in range(n)
-        ]
+        specs = [scorer_spec(name, section, self.config, self.run, i) for i in range(n)]
+        return [start_scorer(spec, pools[f"reward/{name}"], self.run) for spec in specs]
 
     def _beside_driver(self, role: str) -> dict[str, Any]:
         """The ledger lies on the driver's disk, so the rollouter runs on the driver's node."""

@@ -6,21 +6,30 @@ import asyncio
 import contextlib
 import gc
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import ray
 from ray.actor import ActorHandle
 
-from offbeat.cluster.actors import RayEngine, RayScorer, result, start_engine
-from offbeat.cluster.build import RolloutSide
+from offbeat.cluster.actors import (
+    RayEngine,
+    RayScorer,
+    result,
+    start_again,
+    start_engine,
+    start_scorer,
+)
+from offbeat.cluster.build import RolloutSide, Standing
 from offbeat.cluster.logs import log_to
 from offbeat.cluster.pools import ResourcePool
-from offbeat.cluster.specs import EngineSpec, RunSpec, log_folder
+from offbeat.cluster.specs import EngineSpec, RunSpec, judge_engine, log_folder, scorer_spec
 from offbeat.config import Config
 from offbeat.errors import OffbeatError
 from offbeat.ledger import Counts, Flag
 from offbeat.records import Batch, Manifest, Span
 from offbeat.reward.loop import SourceStats
+from offbeat.reward.source import Scorer
 from offbeat.rollout.engine import Engine
 from offbeat.rollout.parts import Tally
 from offbeat.rollout.rollouter import Rollouter
@@ -39,11 +48,31 @@ class RollouterActor:
         self._task: asyncio.Task[None] | None = None
 
     async def start(
-        self, judges: dict[str, list[ActorHandle]], scorers: dict[str, list[ActorHandle]]
+        self,
+        judges: dict[str, list[ActorHandle]],
+        scorers: dict[str, list[ActorHandle]],
+        pools: dict[str, ResourcePool],
     ) -> int:
+        config, run = self._side.config, self._run
+        handles = {name: list(found) for name, found in (judges | scorers).items()}
+
+        async def replace_engine(name: str, index: int) -> Engine:
+            spec = judge_engine(name, config.active_rewards[name], config, run, index)
+            start = partial(start_engine, spec, pools[f"reward/{name}"], run, named=False)
+            return RayEngine(await start_again(handles[name], index, start), payloads=False)
+
+        async def replace_scorer(name: str, index: int) -> Scorer:
+            spec = scorer_spec(name, config.active_rewards[name], config, run, index)
+            start = partial(start_scorer, spec, pools[f"reward/{name}"], run, named=False)
+            return RayScorer(await start_again(handles[name], index, start))
+
         return await self._side.start(
-            {name: [RayEngine(h, payloads=False) for h in found] for name, found in judges.items()},
-            {name: [RayScorer(h) for h in handles] for name, handles in scorers.items()},
+            Standing(
+                {n: [RayEngine(h, payloads=False) for h in found] for n, found in judges.items()},
+                {name: [RayScorer(h) for h in found] for name, found in scorers.items()},
+                replace_engine,
+                replace_scorer,
+            )
         )
 
     async def begin(
@@ -53,12 +82,8 @@ class RollouterActor:
         handles = list(handles)
 
         async def replace(index: int) -> Engine:
-            ray.kill(handles[index])
-            fresh = start_engine(specs[index], pool, self._run, name=None)
-            handles[index] = fresh
-            engine = RayEngine(fresh, payloads=True)
-            await engine.start()
-            return engine
+            start = partial(start_engine, specs[index], pool, self._run, named=False)
+            return RayEngine(await start_again(handles, index, start), payloads=True)
 
         engines = [RayEngine(handle, payloads=True) for handle in handles]
         core = self._side.build(engines, total_steps, replace, ledger)

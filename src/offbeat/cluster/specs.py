@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from offbeat.config import Config, RewardSourceSection
+from offbeat.config_base import EngineName
 from offbeat.records import PolicyVersion
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """A generating replica: of the policy, or of a judge."""
+    """A generating replica: of the policy, or of a judge. `devices`, `memory_share` and
+    `engine_args` are for vLLM: tensor-parallel size, share of a GPU's memory, further arguments."""
 
     model_path: str
     role: str
@@ -27,6 +30,10 @@ class EngineSpec:
     lineage: int = 0
     tokenizer_path: str | None = None
     logs: Path | None = None
+    engine: EngineName = "transformers"
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    memory_share: float = 0.9
+    devices: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,10 @@ def policy_engine(config: Config, run: RunSpec, replica: int) -> EngineSpec:
         lineage=run.lineage,
         logs=log_folder(config),
         tokenizer_path=None if config.model.tokenizer is None else str(config.model.tokenizer),
+        engine=rollout.engine,
+        engine_args=rollout.engine_args,
+        memory_share=rollout.memory_share,
+        devices=rollout.devices_per_replica,
     )
 
 
@@ -87,6 +98,13 @@ def judge_engine(
         threads=section.threads,
         logs=log_folder(config),
     )
+
+
+def scorer_spec(
+    name: str, section: RewardSourceSection, config: Config, run: RunSpec, replica: int
+) -> ScorerSpec:
+    """The spec of replica `replica` of a scorer."""
+    return ScorerSpec(name, replica, section, run.device, log_folder(config))
 
 
 def log_folder(config: Config) -> Path:

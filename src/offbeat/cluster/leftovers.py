@@ -1,0 +1,58 @@
+"""What a replica that died leaves behind on its node: processes of its own, say an engine's core.
+
+Every replica's process carries the replica's name in its environment, and so do those that it
+starts, also when it died without a word to them. Whoever takes its devices ends them first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+
+from offbeat.errors import OffbeatError
+
+TAG = "OFFBEAT_REPLICA"
+GONE_SECONDS = 20.0
+
+log = logging.getLogger(__name__)
+
+
+def end_leftovers() -> None:
+    """Kills what is left of this replica's earlier life on this node, and waits until it is gone.
+
+    Only a process that has started nothing yet may call it. Raises `OffbeatError` for what does
+    not go within `GONE_SECONDS`.
+    """
+    name = os.environ.get(TAG)
+    if not name:
+        return
+    give_up = time.monotonic() + GONE_SECONDS
+    seen: set[int] = set()
+    while left := _carrying(name):
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        seen.update(left)
+        if time.monotonic() >= give_up:
+            raise OffbeatError(f"processes {left} of {name}, which died, hold its devices still")
+        time.sleep(0.05)
+    if seen:
+        log.info("%s: ended %d processes of its earlier life", name, len(seen))
+
+
+def _carrying(name: str) -> list[int]:
+    """Processes other than this one whose environment has the tag; a dead one's is empty."""
+    wanted = f"{TAG}={name}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        if pid == os.getpid():
+            continue
+        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(pid)
+    return sorted(found)
