@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from offbeat.records import Span
@@ -26,25 +27,34 @@ class Begun:
 class SpanLog:
     """Written by the stepping thread, drained by the loop.
 
-    `cpu` is the thread's CPU time; with `wall_is_cpu` (a GPU does the work) the wall time.
+    `cpu` is the thread's CPU time, or what `cpu_clock` counts; with `wall_is_cpu` (a GPU does the
+    work) the wall time.
     """
 
-    def __init__(self, role: str, replica: int, *, wall_is_cpu: bool) -> None:
+    def __init__(
+        self,
+        role: str,
+        replica: int,
+        *,
+        wall_is_cpu: bool,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
         self._role = role
         self._replica = replica
         self._wall_is_cpu = wall_is_cpu
+        self._cpu_clock = cpu_clock
         self._closed: deque[Span] = deque(maxlen=KEPT)
         self._open: Span | None = None
         self._lock = threading.Lock()
 
     def begin(self) -> Begun:
         """Reads the clocks; call on the stepping thread."""
-        return Begun(time.time(), time.thread_time())
+        return Begun(time.time(), self._cpu_clock())
 
     def end(self, begun: Begun, kind: str, version: int, tokens: int) -> None:
         """Records the stretch since `begun`."""
         now = time.time()
-        cpu = now - begun.wall if self._wall_is_cpu else time.thread_time() - begun.cpu
+        cpu = now - begun.wall if self._wall_is_cpu else self._cpu_clock() - begun.cpu
         self._add(
             Span(self._role, self._replica, kind, begun.wall, now, cpu, version, tokens),
         )

@@ -1,0 +1,198 @@
+"""One sample on its way through vLLM: what is asked for, what came so far, and when it ends.
+
+The end is Offbeat's to see: stop strings are looked for in the sample's own tokens, those that it
+was resumed with included, so that both engines stop at the same token. vLLM only counts tokens
+and knows the stop ids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from offbeat.errors import RequestRefused, RunFailed
+from offbeat.records import (
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    Payload,
+    Progress,
+    Structure,
+)
+from offbeat.rollout.stop_strings import Decode, StopStrings
+
+Spans = Sequence[tuple[str, int]]  # (version, index of its first token), in order
+
+
+def refuse(request: GenerateRequest, context: int, vocabulary: int) -> None:
+    """Raises for a request that cannot be run, in one sentence with the numbers."""
+    sampling, prompt, name = request.sampling, np.asarray(request.prompt_ids), request.request_id
+    size, more = len(prompt), sampling.max_tokens
+    if size + more > context:
+        raise RequestRefused(
+            f"{name}: {size} prompt tokens + {more} max_tokens = {size + more} exceed the context "
+            f"of {context}"
+        )
+    if size < 1 or more < 1 or request.n < 1:
+        raise RequestRefused(
+            f"{name}: {size} prompt tokens, {more} max_tokens and {request.n} completions must "
+            "each be at least 1"
+        )
+    if int(prompt.min()) < 0 or int(prompt.max()) >= vocabulary:
+        raise RequestRefused(
+            f"{name}: prompt tokens {prompt.min()}..{prompt.max()} are not all in the vocabulary "
+            f"of {vocabulary}"
+        )
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise RequestRefused(f"{name}: temperature {sampling.temperature} must be 0 or more")
+    if any(not stop for stop in sampling.stop):
+        raise RequestRefused(f"{name}: a stop string is empty")
+
+
+def samples_of(
+    request: GenerateRequest, eos: int | None, decode: Decode, stops: StopStrings
+) -> list[Sample]:
+    """The samples that are still to be made, resumed ones with their tokens so far."""
+    resumed: Mapping[int, Payload] = dict(request.resume)
+    found = []
+    for index in range(request.n):
+        if index not in request.done:
+            sample = Sample(request, index, eos, decode, stops)
+            # A grammar begins at a text's beginning: such a sample begins anew.
+            if index in resumed and request.sampling.structure is None:
+                sample.resume(resumed[index])
+            found.append(sample)
+    return found
+
+
+class Sample:
+    """One running sample. `ids`, `logprobs` and `versions` hold all its tokens so far."""
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        index: int,
+        eos: int | None,
+        decode: Decode,
+        stops: StopStrings,
+    ) -> None:
+        self.request = request
+        self.index = index
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.reason: FinishReason | None = None
+        self.name = ""  # of the request inside vLLM
+        self.renewed = False
+        self._decode = decode
+        self._stops = stops
+        self._stop_ids = {*request.sampling.stop_token_ids, *(() if eos is None else (eos,))}
+        self._old_versions: list[int] = []
+        self._old = 0  # tokens that it was resumed with
+        self._told = 0  # tokens of the last progress
+
+    def resume(self, payload: Payload) -> None:
+        """Takes over tokens that were made before; ends at once if they are a whole sample."""
+        for token, logprob in zip(payload.token_ids, payload.logprobs, strict=True):
+            if self.reason is None:
+                self._append(int(token), float(logprob))
+        self._old = self._told = len(self.ids)
+        self._old_versions = [int(version) for version in payload.versions[: self._old]]
+
+    def prompt(self) -> list[int]:
+        """The prompt and all tokens so far."""
+        return [*np.asarray(self.request.prompt_ids).tolist(), *self.ids]
+
+    def params(self) -> Any:
+        """vLLM's sampling parameters: those of the request, and nothing else."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = self.request.sampling
+        # Tokens come one by one only where each is looked at.
+        every = 1 if sampling.stop else self.request.snapshot_every
+        return SamplingParams(
+            max_tokens=sampling.max_tokens - len(self.ids),
+            temperature=sampling.temperature,
+            top_p=1.0,
+            top_k=0,
+            stop_token_ids=sorted(self._stop_ids),
+            # The model's generation_config knows further ends; only the tokenizer's counts.
+            ignore_eos=True,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA if every else RequestOutputKind.FINAL_ONLY,
+            stream_interval=every or None,
+            structured_outputs=_structured(sampling.structure),
+            skip_clone=True,
+        )
+
+    def add(self, ids: Iterable[int], logprobs: Iterable[float]) -> None:
+        """Takes new tokens; sets `reason` at the one that ends the sample, and drops later ones."""
+        for token, logprob in zip(ids, logprobs, strict=True):
+            if self.reason is None:
+                self._append(int(token), float(logprob))
+
+    def progress(self, spans: Spans | None) -> Progress | None:
+        """What is known so far, if it is time to tell and the versions are known."""
+        every, size = self.request.snapshot_every, len(self.ids)
+        if not every or self.reason is not None or size - self._told < every or spans is None:
+            return None
+        self._told = size
+        return Progress(self.request.request_id, self.index, size, self._payload(spans))
+
+    def completion(self, spans: Spans, version: int) -> Completion:
+        """The finished sample; `version` stands in where it has no token."""
+        payload = self._payload(spans)
+        return Completion(
+            request_id=self.request.request_id,
+            index=self.index,
+            text=self._decode(self.ids),
+            tokens=len(self.ids),
+            version_min=int(payload.versions.min(initial=np.iinfo(np.int32).max))
+            if self.ids
+            else version,
+            version_max=int(payload.versions.max(initial=-1)) if self.ids else version,
+            finish_reason=self.reason or "aborted",
+            ref=payload,
+        )
+
+    @property
+    def fresh(self) -> bool:
+        """No token has come since it was given to vLLM."""
+        return len(self.ids) == self._old
+
+    def _append(self, token: int, logprob: float) -> None:
+        if not -1e30 < logprob <= 1e-3:
+            raise RunFailed(f"{self.request.request_id}: a token has a log-prob of {logprob}")
+        sampling = self.request.sampling
+        self.ids.append(token)
+        self.logprobs.append(logprob)
+        if token in self._stop_ids or self._stops.check(self.ids, sampling.stop):
+            self.reason = "stop"
+        elif len(self.ids) >= sampling.max_tokens:
+            self.reason = "length"
+
+    def _payload(self, spans: Spans) -> Payload:
+        versions = np.empty(len(self.ids), np.int32)
+        versions[: self._old] = self._old_versions
+        if len(self.ids) > self._old and (not spans or spans[0][1] != 0):
+            raise RunFailed(f"{self.request.request_id}: vLLM named no version of its tokens")
+        for version, start in spans:
+            versions[self._old + start :] = int(version)
+        return Payload(np.array(self.ids, np.int32), np.array(self.logprobs, np.float32), versions)
+
+
+def _structured(structure: Structure | None) -> Any:
+    if structure is None:
+        return None
+    from vllm.sampling_params import StructuredOutputsParams
+
+    return StructuredOutputsParams(
+        json=structure.json_schema,
+        regex=structure.regex,
+        choice=list(structure.choices) or None,
+    )

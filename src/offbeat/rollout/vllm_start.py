@@ -1,0 +1,175 @@
+"""Starts vLLM: from an engine's settings to its processes, and what the engine must know of them.
+
+Blocks for as long as vLLM takes to start (15-60 s); call it on a thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from offbeat.errors import RunFailed, UserError
+from offbeat.records import Manifest
+from offbeat.rollout.vllm_args import (
+    INSTALL,
+    PLUGIN,
+    check_engine_args,
+    device_args,
+    engine_seed,
+    require_vllm,
+    set_environment,
+)
+from offbeat.rollout.vllm_spans import StepLogger, StepMeter
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A running vLLM. `shapes` are those of the tensors in the model's directory, if known."""
+
+    llm: Any
+    context: int
+    vocabulary: int
+    eos: int | None
+    decode: Callable[[Sequence[int]], str]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def check(self, manifest: Manifest) -> None:
+        """Refuses weights that are not this model's, before any is touched."""
+        for name, shape in self.shapes.items():
+            entry = manifest.tensors.get(manifest.tied.get(name, name))
+            if entry is None:
+                raise RunFailed(f"version {manifest.version} in {manifest.path} lacks {name}")
+            if tuple(entry.shape) != shape:
+                raise RunFailed(
+                    f"version {manifest.version}: {name} has shape {tuple(entry.shape)}, "
+                    f"the engine's {shape}"
+                )
+
+
+def start_vllm(
+    *,
+    meter: StepMeter,
+    model_path: str,
+    tokenizer_path: str | None,
+    role: str,
+    replica: int,
+    seats: int,
+    max_context: int,
+    seed: int,
+    dtype: str,
+    device: str,
+    threads: int,
+    devices: int,
+    memory_share: float,
+    engine_args: Mapping[str, Any],
+) -> Started:
+    """Raises `UserError` for what the user can mend: no vLLM, a model or an argument refused."""
+    setting = f"{role.replace('/', '.')}.engine_args"
+    require_vllm()
+    check_engine_args(setting, engine_args)
+    set_environment(device, threads)
+    config, tokenizer = _read(model_path, tokenizer_path or model_path)
+    context = min(max_context, int(config.max_position_embeddings))
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "tokenizer": tokenizer_path or model_path,
+        "dtype": resolve_dtype(dtype, device),
+        "seed": engine_seed(seed, role, replica),
+        "max_model_len": context,
+        "max_num_seqs": seats,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "weight_transfer_config": {"backend": PLUGIN},
+        "worker_extension_cls": "offbeat.weights.vllm_transfer.Staging",
+        # Only our own logger of steps runs, and prints nothing.
+        "disable_log_stats": True,
+        **device_args(device, devices, memory_share),
+    }
+    llm = _launch(arguments, engine_args, device, setting, meter)
+    end = tokenizer.eos_token_id
+
+    def decode(token_ids: Sequence[int]) -> str:
+        text = tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    return Started(
+        llm=llm,
+        context=context,
+        vocabulary=int(config.vocab_size),
+        eos=None if end is None else int(end),
+        decode=decode,
+        shapes=tensor_shapes(Path(model_path)),
+    )
+
+
+def resolve_dtype(name: str, device: str) -> str:
+    """ "auto" is bfloat16 where the device computes it natively, else float32."""
+    if name != "auto":
+        return name
+    if device == "cuda":
+        native = torch.cuda.is_bf16_supported()
+    else:
+        native = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return "bfloat16" if native else "float32"
+
+
+def tensor_shapes(model: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors in a model directory's safetensors files."""
+    found: dict[str, tuple[int, ...]] = {}
+    for file in sorted(model.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                found[name] = tuple(entry["shape"])
+    return found
+
+
+def _read(model_path: str, tokenizer_path: str) -> tuple[Any, Any]:
+    try:
+        config = AutoConfig.from_pretrained(model_path)
+        return config.get_text_config(), AutoTokenizer.from_pretrained(tokenizer_path)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{model_path}: no causal LM with a tokenizer could be loaded: {_short(error)}"
+        ) from error
+
+
+def _launch(
+    arguments: dict[str, Any],
+    engine_args: Mapping[str, Any],
+    device: str,
+    setting: str,
+    meter: StepMeter,
+) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    if current_platform.is_cpu() != (device == "cpu"):
+        raise UserError(f"the vLLM that is installed is not for device {device}; {INSTALL}")
+    try:
+        config = AsyncEngineArgs(**(arguments | dict(engine_args))).create_engine_config()
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise UserError(
+            f"vLLM refuses {arguments['model']} with {setting} = {dict(engine_args)}: "
+            f"{_short(error)}"
+        ) from error
+    return AsyncLLM.from_vllm_config(
+        config,
+        stat_loggers=[lambda config, index=0: StepLogger(meter)],
+        disable_log_stats=True,
+    )
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
