@@ -17,7 +17,7 @@ from importlib import resources
 from pathlib import Path
 
 import offbeat
-from offbeat.config_file import load_config
+from offbeat.config_file import check_files, load_config
 from offbeat.errors import OffbeatError, UserError
 
 STARTER = ("run.toml", "rewards.py", "train.jsonl", "validation.jsonl")
@@ -87,7 +87,11 @@ def _parser() -> argparse.ArgumentParser:
     init = add("init", _init, "write a starter configuration, reward and data", config=False)
     init.add_argument("folder", type=Path, metavar="DIR", help="created if missing")
     init.add_argument("--model", type=Path, help="model directory to put into the configuration")
-    add("check", _check, "say all that a run would do, and what is wrong; starts nothing")
+    check = add("check", _check, "say all that a run would do, and what is wrong; starts nothing")
+    check.add_argument(
+        "--assume", nargs="?", const="", metavar="N or NODESxN",
+        help="check for a cluster that is not here: N GPUs, or NODES nodes of N (2x8)",
+    )  # fmt: skip
     add("train", _train, "check and train")
     evaluate = add("eval", _eval, "greedy validation of a model directory")
     evaluate.add_argument("--model", type=Path, help="model directory; default: [model].path")
@@ -123,9 +127,16 @@ def _init(options: argparse.Namespace, overrides: list[str]) -> int:
 
 def _check(options: argparse.Namespace, overrides: list[str]) -> int:
     from offbeat.cli_check import preflight
+    from offbeat.cli_cluster import parse_assumed
 
-    config = load_config(options.config, overrides)
-    preflight(config, print)
+    assumed = None if options.assume is None else parse_assumed(options.assume)
+    config = load_config(options.config, overrides, files=assumed is None)
+    absent: list[str] = []
+    if assumed is not None:
+        check_files(config, options.config, absent.append)
+    preflight(config, print, assumed=assumed)
+    for name in absent:
+        print(f"not on this machine: {name}")
     print("\nready: nothing was started")
     return 0
 

@@ -10,26 +10,19 @@ import asyncio
 import json
 import math
 import os
-import socket
 import textwrap
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 import httpx
 import numpy as np
 
-from offbeat.cluster.plan import (
-    available_devices,
-    check_fits,
-    cuda_devices,
-    device_kind,
-    plan_pools,
-    resource_map,
-)
+from offbeat.cli_cluster import PROBE_SECONDS, Assumed, Say, check_devices, check_engines
 from offbeat.config import Config, RewardSourceSection, Section
 from offbeat.data import (
     Row,
+    Split,
     load_prompts,
     load_tokenizer,
     model_positions,
@@ -43,41 +36,61 @@ from offbeat.records import Prompt, ScoreItem
 from offbeat.reward.function import WorkerFailed, WorkerProcess
 from offbeat.reward.template import TemplateFailed, TextTemplate
 
-Say = Callable[[str], None]
-
 FUNCTION_SHAPE = (
     "it must take (prompts, completions, **columns) and return a number or None for each completion"
 )
-PROBE_SECONDS = 5.0
-"""How long an external judge may take to answer the probe."""
 
 
-def preflight(config: Config, say: Say, warn: Say | None = None) -> None:
+def preflight(
+    config: Config, say: Say, warn: Say | None = None, assumed: Assumed | None = None
+) -> None:
     """Checks everything that can be checked without starting anything; raises `UserError`.
 
-    `warn` is told what a run goes on without; by default it is `say`.
+    `warn` is told what a run goes on without; by default it is `say`. With `assumed` the run is
+    for another cluster: what is not on this machine is left out and said.
     """
     say(settings_text(config))
     if config.run_dir.exists():
         raise UserError(f"run name exists: {config.run_dir}; choose another with --run")
-    _check_devices(config, say)
-    _, rows = select_rows(config, "train")
-    held_out = select_rows(config, "validation")[1] if config.data.validation else []
+    check_devices(config, say, assumed)
+    check_engines(config, say, assumed=assumed is not None)
+    elsewhere = assumed is not None
+    rows = _rows(config, "train", elsewhere)
+    held_out = _rows(config, "validation", elsewhere) if config.data.validation else []
     _check_functions(config, rows, held_out, say)
     for name, source in config.active_rewards.items():
-        prompt = plain_prompt(config, rows[0])
-        _check_template(name, source, prompt, reference_answer(config, prompt), say)
+        _check_template(config, name, source, rows, say)
         if source.kind == "genrm" and source.base_url is not None:
-            say(f"reward/{name}: {probe_judge(name, source)}")
+            told = f"{source.base_url} is not asked from here"
+            say(f"reward/{name}: {told if elsewhere else probe_judge(name, source)}")
         if source.has_pool:
-            check_weights(Path(source.model or ""), f"reward.{name}.model")
-    check_weights(config.model.path, "model.path")
-    _check_prompts(config, len(rows), bool(held_out), say, warn or say)
+            _check_weights(Path(source.model or ""), f"reward.{name}.model", elsewhere)
+    _check_weights(config.model.path, "model.path", elsewhere)
+    _check_prompts(config, {"train": rows, "validation": held_out}, say, warn or say)
+
+
+def _rows(config: Config, split: Split, elsewhere: bool) -> Sequence[Row]:
+    """The rows of a split; none if it may be on another machine and is not on this one."""
+    path = config.data.train if split == "train" else config.data.validation
+    if elsewhere and path is not None and not path.exists():
+        return []
+    return select_rows(config, split)[1]
+
+
+def _check_weights(model: Path, key: str, elsewhere: bool) -> None:
+    if model.exists() or not elsewhere:
+        check_weights(model, key)
 
 
 _FUNCTION = ("function", "workers")
-_GENRM = ("base_url", "api_key_env", "parser", "scale", "max_tokens", "temperature", "stop")
+_GENRM = (
+    *("base_url", "api_key_env", "parser", "scale", "max_tokens", "structured", "temperature"),
+    "stop",
+)
 _MODEL = [
+    "engine",
+    "engine_args",
+    "memory_share",
     "model",
     "replicas",
     "devices_per_replica",
@@ -103,10 +116,14 @@ def settings_text(config: Config) -> str:
         if title:
             lines.append(f"\n[{title}]")
         for name, value in section:
-            if value is None or isinstance(value, (Section, dict)) or name in hidden:
+            if value is None or isinstance(value, Section) or name in hidden:
                 continue
-            shown = json.dumps(value, default=str, ensure_ascii=False)
-            lines.append(f"{name} = {shown}")
+            if isinstance(value, dict):  # engine_args; the reward sources are tables of their own
+                if name != "reward" and value:
+                    inner = ", ".join(f"{key} = {_toml(item)}" for key, item in value.items())
+                    lines.append(f"{name} = {{ {inner} }}")
+                continue
+            lines.append(f"{name} = {_toml(value)}")
 
     table("", config)
     for name, value in config:
@@ -117,38 +134,8 @@ def settings_text(config: Config) -> str:
     return "\n".join(lines)
 
 
-def _check_devices(config: Config, say: Say) -> None:
-    kind = device_kind(config)
-    plans = plan_pools(config)
-    say("\n" + resource_map(plans, kind, config))
-    if config.cluster.backend == "local":
-        if kind == "cuda" and not cuda_devices():
-            raise UserError("cluster.device = cuda, and no NVIDIA GPU is seen here; set it to cpu")
-        say("backend local: all of them run in this one process and alternate on its devices")
-        return
-    address = os.environ.get("RAY_ADDRESS")
-    if address:
-        _check_address(address)
-        say(f"RAY_ADDRESS is set: that the pools fit is seen when {address} is joined")
-        return
-    available = available_devices(config, kind)
-    check_fits(plans, available, kind)
-    needed = sum(plan.devices for plan in plans)
-    say(f"{needed} of {available} {'slots' if kind == 'cpu' else 'GPUs'}")
-
-
-def _check_address(address: str) -> None:
-    """Refuses host:port where nothing listens, which Ray itself would try for minutes."""
-    host, _, port = address.rpartition("://")[2].rpartition(":")
-    if not host or not port.isdigit():
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise UserError(
-            f"RAY_ADDRESS = {address!r} does not answer ({error}); start the cluster, correct the "
-            "address, or unset it to start Ray here"
-        ) from None
+def _toml(value: object) -> str:
+    return json.dumps(value, default=str, ensure_ascii=False)
 
 
 def _check_functions(
@@ -170,6 +157,9 @@ def _check_functions(
     if found:
         say("")
     for key, spec, of, seconds in found:
+        if not of:
+            say(f"{key} = {spec!r} is not tried, as there are no rows here")
+            continue
         prompts = [plain_prompt(config, row) for row in of[:3]]
         worker = WorkerProcess(spec, config.base_dir, key)
         answers = {
@@ -234,7 +224,7 @@ def _shown(value: float | str | None) -> str:
 
 
 def _check_template(
-    name: str, source: RewardSourceSection, prompt: Prompt, answer: str, say: Say
+    config: Config, name: str, source: RewardSourceSection, rows: Sequence[Row], say: Say
 ) -> None:
     """Renders a source's own template for the first row; what fails there fails everywhere."""
     if source.template is None:
@@ -244,8 +234,12 @@ def _check_template(
     more = {"parser": source.parser, "low": f"{low:g}", "high": f"{high:g}"}
     variables = more if source.kind == "genrm" else {}
     template = TextTemplate.load(source.template, "", key, **variables)
+    if not rows:
+        say(f"{key}: {source.template} is not tried, as there are no rows here")
+        return
+    prompt = plain_prompt(config, rows[0])
     try:
-        text = template.render(ScoreItem(prompt, answer))
+        text = template.render(ScoreItem(prompt, reference_answer(config, prompt)))
     except TemplateFailed as error:
         raise UserError(
             f"{key}: {source.template} fails on the first row ({error}); it may use question, "
@@ -297,29 +291,50 @@ def _models_of(reply: httpx.Response) -> list[str]:
         return []
 
 
-def _check_prompts(config: Config, rows: int, held_out: bool, say: Say, warn: Say) -> None:
+def _check_prompts(
+    config: Config, rows: Mapping[Split, Sequence[Row]], say: Say, warn: Say
+) -> None:
     """Tokenises all prompts, and says what a run comes to."""
     say("")
-    total = rows * config.data.epochs
+    total = len(rows["train"]) * config.data.epochs
+    why_not = None
     try:
-        tokenizer = load_tokenizer(config)
+        source = config.model.tokenizer or config.model.path
+        if source.exists():
+            tokenizer = load_tokenizer(config)
+        else:
+            why_not = f"{source} is not on this machine"
     except ImportError as error:
-        say(f"{rows} training rows read; not tokenised, as transformers does not import: {error}")
-    else:
-        for split in ("train", "validation") if held_out else ("train",):
-            prompts = load_prompts(config, tokenizer, split)
-            tokens = np.array([len(prompt.token_ids) for prompt in prompts.prompts])
-            say(
-                f"{split}: {len(prompts)} prompts, {tokens.min()} to {tokens.max()} tokens, "
-                f"mean {tokens.mean():.1f}"
-            )
-            if prompts.skipped:
-                warn(_skipped(split, prompts.skipped))
-            if split == "train":
-                total = prompts.total
+        why_not = f"transformers does not import: {error}"
+    for split, of in rows.items():
+        if not of:
+            continue
+        if why_not is not None:
+            word = "training" if split == "train" else split
+            say(f"{len(of)} {word} rows read; not tokenised, as {why_not}")
+            continue
+        prompts = load_prompts(config, tokenizer, split)
+        tokens = np.array([len(prompt.token_ids) for prompt in prompts.prompts])
+        say(
+            f"{split}: {len(prompts)} prompts, {tokens.min()} to {tokens.max()} tokens, "
+            f"mean {tokens.mean():.1f}"
+        )
+        if prompts.skipped:
+            warn(_skipped(split, prompts.skipped))
+        if split == "train":
+            total = prompts.total
+    _say_sizes(config, total, say)
+
+
+def _say_sizes(config: Config, total: int, say: Say) -> None:
+    """Steps and batches; `total` prompts over all epochs, 0 if the data is not here."""
     train, rollout = config.train, config.rollout
-    steps = planned_steps(config, total)
-    say(f"steps: {steps}, of {total} prompts in {config.data.epochs} epoch(s) at most")
+    if total:
+        steps = planned_steps(config, total)
+        say(f"steps: {steps}, of {total} prompts in {config.data.epochs} epoch(s) at most")
+    elif train.steps is not None:
+        groups = train.steps * train.groups_per_step
+        say(f"steps: {train.steps} at most, which take {groups} prompts of the data")
     say(
         f"a step: {train.groups_per_step} groups x {rollout.group_size} samples = "
         f"{config.samples_per_step} samples, {config.tokens_per_step} completion tokens at most"

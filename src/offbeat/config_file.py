@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,40 +66,60 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[tuple[str, ...], str
     return found
 
 
-def check_files(config: Config, path: Path) -> None:
-    """Refuses model directories, data, templates and keys that are named and not there."""
-    _check_model(config.model.path, "model.path", path)
-    if config.model.tokenizer is not None and not config.model.tokenizer.is_dir():
-        raise UserError(_gone(path, "model.tokenizer", config.model.tokenizer, "a directory"))
-    for key, data in (("train", config.data.train), ("validation", config.data.validation)):
-        if data is not None and not data.exists():
+def check_files(config: Config, path: Path, absent: Callable[[str], None] | None = None) -> None:
+    """Refuses model directories, data, templates and keys that are named and not there.
+
+    With `absent` it is told of models, data and keys that are not there instead, as they may be
+    on another machine; what is there is checked all the same.
+    """
+
+    def gone(key: str, value: Path, wanted: str) -> None:
+        if absent is None:
+            raise UserError(f"{path}: {key} = {str(value)!r} does not exist; set it to {wanted}")
+        base = path.parent.resolve()
+        absent(f"{key} = {value.relative_to(base) if value.is_relative_to(base) else value}")
+
+    for key, model in _models(config):
+        if not model.exists():
+            gone(key, model, "a Hugging Face model directory")
+        elif not (model / "config.json").is_file():
             raise UserError(
-                _gone(path, f"data.{key}", data, "a JSONL or parquet file or directory")
+                f"{path}: {key} = {str(model)!r} is no Hugging Face model directory because it has "
+                "no config.json; set it to one made with save_pretrained"
             )
+    for key, value, wanted in (
+        ("model.tokenizer", config.model.tokenizer, "a directory"),
+        ("data.train", config.data.train, "a JSONL or parquet file or directory"),
+        ("data.validation", config.data.validation, "a JSONL or parquet file or directory"),
+    ):
+        if value is not None and not value.exists():
+            gone(key, value, wanted)
     for name, source in config.active_rewards.items():
-        if source.has_pool and source.model is not None:
-            _check_model(Path(source.model), f"reward.{name}.model", path)
         if source.template is not None and not source.template.is_file():
-            raise UserError(_gone(path, f"reward.{name}.template", source.template, "a Jinja file"))
-        if source.api_key_env is not None and source.api_key_env not in os.environ:
             raise UserError(
-                f"{path}: reward.{name}.api_key_env names the environment variable "
-                f"{source.api_key_env}, which is not set; export it with the endpoint's key"
+                f"{path}: reward.{name}.template = {str(source.template)!r} does not exist; set it "
+                "to a Jinja file"
             )
+    for name, variable in _keys_not_set(config):
+        if absent is None:
+            raise UserError(
+                f"{path}: reward.{name}.api_key_env names the environment variable {variable}, "
+                "which is not set; export it with the endpoint's key"
+            )
+        absent(f"the environment variable {variable}")
 
 
-def _gone(path: Path, key: str, value: Path, wanted: str) -> str:
-    return f"{path}: {key} = {str(value)!r} does not exist; set it to {wanted}"
+def _keys_not_set(config: Config) -> list[tuple[str, str]]:
+    """Reward sources with the environment variables that they name and that are not set."""
+    named = [(name, s.api_key_env) for name, s in config.active_rewards.items()]
+    return [(name, key) for name, key in named if key is not None and key not in os.environ]
 
 
-def _check_model(model: Path, key: str, path: Path) -> None:
-    if not model.exists():
-        raise UserError(_gone(path, key, model, "a Hugging Face model directory"))
-    if not (model / "config.json").is_file():
-        raise UserError(
-            f"{path}: {key} = {str(model)!r} is no Hugging Face model directory because it has "
-            "no config.json; set it to one made with save_pretrained"
-        )
+def _models(config: Config) -> list[tuple[str, Path]]:
+    """The model directories that a run needs, with the settings that name them."""
+    sources = config.active_rewards.items()
+    judges = [(f"reward.{n}.model", Path(s.model)) for n, s in sources if s.has_pool and s.model]
+    return [("model.path", config.model.path), *judges]
 
 
 def _read(path: Path) -> Raw:
