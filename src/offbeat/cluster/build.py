@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offbeat.cluster.specs import EngineSpec, RunSpec, ScorerSpec, first_version
 from offbeat.config import Config
@@ -73,9 +73,36 @@ def _vllm_engine(spec: EngineSpec) -> Engine:
 
 def make_scorer(spec: ScorerSpec) -> Scorer:
     """A scorer replica that is not started yet."""
+    if spec.section.engine == "vllm":
+        return _vllm_scorer(spec)
     from offbeat.reward.scorer import TransformersScorer
 
     return TransformersScorer(spec.name, spec.section, replica=spec.replica, device=spec.device)
+
+
+def _vllm_scorer(spec: ScorerSpec) -> Scorer:
+    """It shares with the engines that generate how vLLM's processes are set up and measured."""
+    from offbeat.reward.vllm_scorer import VllmScorer
+    from offbeat.rollout import vllm_args
+    from offbeat.rollout.vllm_spans import ProcessClock
+
+    section = spec.section
+
+    def prepare(device: str) -> dict[str, Any]:
+        vllm_args.require_vllm()
+        vllm_args.check_engine_args(f"reward.{spec.name}.engine_args", section.engine_args)
+        vllm_args.set_environment(device, section.threads)
+        devices, share = section.devices_per_replica, section.memory_share
+        return vllm_args.device_args(device, devices, share) | section.engine_args
+
+    return VllmScorer(
+        spec.name,
+        section,
+        prepare=prepare,
+        clock=ProcessClock(),
+        replica=spec.replica,
+        device=spec.device,
+    )
 
 
 def make_trainer(config: Config, run: RunSpec, total_steps: int) -> Trainer:

@@ -1,0 +1,268 @@
+"""A replica of a discriminative reward model on vLLM's pooling runner: rows in, raw logits out.
+
+vLLM computes in processes of its own (`AsyncLLM`), not in this one: vLLM keeps its device, its
+process groups and its threads in globals, so that a process could not hold several scorers beside
+engines and a trainer, as `cluster/local.py` does; and a crash of its kernels ends a process that
+is noticed, not the run. It costs an import of vLLM in another process, some 15 s and 1 GB.
+
+Invariant: a row's logit is that of `TransformersScorer`. Rows are encoded by the same code, and
+vLLM tokenises nothing. Decoders: vLLM reads the logit at a row's last token, transformers at its
+last token that is not the pad id (often the end of sequence); the pads at a row's end are left
+out, which in a causal model changes nothing before them. `start` proves the rest on rows of mixed
+length, scored alone and together (`scorer_check`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from typing import Any, Protocol
+
+from offbeat.config import RewardSourceSection
+from offbeat.errors import RunFailed, UserError, first_of
+from offbeat.records import ScoreItem, Span
+from offbeat.reward.rows import RowEncoder, counts_from_pad
+from offbeat.reward.scorer import SPANS_KEPT, TOKENS_AT_ONCE, compute_dtype, load_config
+from offbeat.reward.scorer_check import check_rows, reference_logits, tolerance, where_they_differ
+
+TRANSFORMERS = 'set engine = "transformers"'
+
+
+class Clock(Protocol):
+    """Counts the CPU seconds of `processes` together."""
+
+    processes: Sequence[int]
+
+    def __call__(self) -> float:
+        """The seconds so far."""
+        ...
+
+
+class VllmScorer:
+    """Runs a sequence-classification model with one logit in vLLM's processes."""
+
+    def __init__(
+        self,
+        name: str,
+        section: RewardSourceSection,
+        *,
+        prepare: Callable[[str], Mapping[str, Any]],
+        clock: Clock,
+        replica: int = 0,
+        tokenizer: str | Path | None = None,
+        device: str | None = None,
+    ) -> None:
+        """Starts nothing. `tokenizer` is a directory, by default the model's.
+
+        `prepare(device)` makes the process ready for vLLM and returns the arguments of its engine
+        that the device and the user decide; it raises `UserError` where vLLM is missing.
+        """
+        self._name, self._section, self._replica = name, section, replica
+        self._setting, self._path = f"reward.{name}.model", str(section.model)
+        self._rows = RowEncoder(name, section, tokenizer)
+        self._prepare, self._clock, self._device = prepare, clock, device
+        self._thread: ThreadPoolExecutor | None = None
+        self._llm: Any = None
+        self._pad: int | None = None
+        self._pools_last = self._pad_moves = False
+        self._turn = asyncio.Lock()
+        self._numbers = count()
+        self._running: set[asyncio.Task[float]] = set()
+        self._spans: list[Span] = []
+
+    async def start(self) -> None:
+        """Starts vLLM and checks its logits; raises `UserError` for a model it cannot score."""
+        if self._thread is not None:
+            raise RunFailed(f"the scorer of reward.{self._name} was started before")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"reward-{self._name}")
+        loading = asyncio.get_running_loop().run_in_executor(self._thread, self._load)
+        try:
+            rows, reference = await asyncio.shield(loading)
+            await self._know_processes()
+            await self._check(rows, reference)
+        except BaseException:
+            # Whoever gave up waiting must find nothing of vLLM's left, started or starting.
+            await asyncio.shield(asyncio.create_task(self._give_up(loading)))
+            raise
+
+    async def logits(self, items: Sequence[ScoreItem]) -> list[float | None]:
+        """Raw logit per item; None where the text is over length and the policy is to fail it."""
+        await self.health()
+        run = asyncio.get_running_loop().run_in_executor
+        rows = await run(self._thread, lambda: [self._rows.ids(item) for item in items])
+        kept = [row for row in rows if row is not None]
+        async with self._turn:
+            start, cpu = time.time(), self._clock()
+            found = iter(await self._ask(kept))
+            end = time.time()
+            used = end - start if self._device != "cpu" else self._clock() - cpu
+        if kept and len(self._spans) < SPANS_KEPT:
+            role, tokens = f"reward/{self._name}", sum(map(len, kept))
+            self._spans.append(Span(role, self._replica, "score", start, end, used, tokens=tokens))
+        return [None if row is None else next(found) for row in rows]
+
+    async def health(self) -> None:
+        """Raises if vLLM does not run."""
+        if self._llm is None:
+            raise RunFailed(f"the scorer of reward.{self._name} is not running")
+        if self._llm.errored:
+            raise RunFailed(f"the scorer of reward.{self._name}: vLLM's core process died")
+
+    async def drain_spans(self) -> list[Span]:
+        """Compute spans since the last call."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    async def stop(self) -> None:
+        """Ends vLLM's processes; rows that run fail."""
+        llm, self._llm = self._llm, None
+        thread, self._thread = self._thread, None
+        for task in self._running:
+            task.cancel()
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown)
+        if thread is not None:
+            await asyncio.to_thread(thread.shutdown, cancel_futures=True)
+
+    # ---- start ----
+
+    def _load(self) -> tuple[list[list[int]], list[float] | None]:
+        """Everything that blocks; returns the check's rows and transformers' logits of them."""
+        import torch
+
+        if self._device in {None, "auto"}:
+            self._device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = str(self._device)
+        arguments = dict(self._prepare(device))
+        config = load_config(self._path, self._setting)
+        self._rows.load(config)
+        self._pad = config.get_text_config().pad_token_id
+        self._pad_moves = counts_from_pad(config)
+        rows = check_rows(self._rows, config)
+        torch.set_num_threads(self._section.threads)
+        # Replicas are alike, so the first one's check holds for all.
+        reference = None if self._replica else reference_logits(self._path, self._setting, rows)
+        self._llm = self._launch(device, arguments)
+        self._pools_last = self._llm.model_config.pooler_config.seq_pooling_type == "LAST"
+        return rows, reference
+
+    def _launch(self, device: str, arguments: Mapping[str, Any]) -> Any:
+        from vllm.config import PoolerConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        if current_platform.is_cpu() != (device == "cpu"):
+            raise UserError(
+                f"reward.{self._name}.engine: the vLLM that is installed is not for device "
+                f"{device}; install the build for it, or {TRANSFORMERS}"
+            )
+        own: dict[str, Any] = {
+            "model": self._path,
+            "runner": "pooling",
+            "convert": "classify",
+            "dtype": str(compute_dtype(self._section, device)).removeprefix("torch."),
+            "max_model_len": self._rows.limit,
+            "max_num_seqs": self._section.seats,
+            "max_num_batched_tokens": max(TOKENS_AT_ONCE, self._rows.limit),
+            "skip_tokenizer_init": True,
+            "disable_log_stats": True,
+            "pooler_config": PoolerConfig(use_activation=False),
+            "worker_extension_cls": "offbeat.weights.vllm_transfer.Staging",  # has process_id
+        }
+        try:
+            config = AsyncEngineArgs(**(own | dict(arguments))).create_engine_config()
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise UserError(
+                f"{self._setting}: vLLM refuses {self._path} as a scorer with engine_args = "
+                f"{self._section.engine_args} ({_short(error)}); mend them, or {TRANSFORMERS}"
+            ) from error
+        try:
+            return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        except RuntimeError as error:
+            raise RunFailed(
+                f"reward.{self._name}: vLLM did not start with {self._path} ({_short(error)}); "
+                "what its processes wrote says more"
+            ) from error
+
+    async def _know_processes(self) -> None:
+        """Whose CPU seconds count; and whether the model classifies at all."""
+        tasks = await self._llm.get_supported_tasks()
+        if "classify" not in tasks:
+            raise UserError(
+                f"{self._setting}: vLLM runs {self._path} for {', '.join(tasks)} and not as a "
+                f"classifier; {TRANSFORMERS}"
+            )
+        core = [p.pid for p in self._llm.engine_core.resources.engine_manager.processes]
+        workers = await self._llm.collective_rpc("process_id")
+        self._clock.processes = sorted({*core, *workers})
+
+    async def _check(self, rows: list[list[int]], reference: list[float] | None) -> None:
+        """Refuses a model whose logits are not transformers', or depend on their batch."""
+        try:
+            alone = [(await self._ask([row]))[0] for row in rows]
+            together = await self._ask(rows)
+        except RunFailed as error:
+            raise UserError(
+                f"{self._setting}: vLLM cannot score with {self._path} ({error}); {TRANSFORMERS}"
+            ) from error
+        allowed = tolerance(self._section, str(self._device))
+        for wanted, whose in ((reference, "transformers'"), (alone, "its own of one row")):
+            for found in (alone, together):
+                wrong = wanted and where_they_differ(rows, found, wanted, allowed)
+                if wrong:
+                    raise UserError(
+                        f"{self._setting}: vLLM's logits of {self._path} differ from {whose}: "
+                        f"{wrong}; {TRANSFORMERS}"
+                    )
+
+    async def _give_up(self, loading: asyncio.Future[Any]) -> None:
+        await asyncio.wait([loading])
+        await self.stop()
+
+    # ---- scoring ----
+
+    async def _ask(self, rows: Sequence[list[int]]) -> list[float]:
+        """The rows' logits; raises `RunFailed` when vLLM's core has died."""
+        tasks: list[asyncio.Task[float]] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks += [group.create_task(self._one(row)) for row in rows]
+                self._running |= set(tasks)
+        except BaseExceptionGroup as errors:  # boundary: whatever vLLM raises, no row has a logit
+            error = first_of(errors)
+            raise RunFailed(f"reward.{self._name}: {type(error).__name__}: {error}") from error
+        finally:
+            self._running -= set(tasks)
+        return [task.result() for task in tasks]
+
+    async def _one(self, row: list[int]) -> float:
+        from vllm import PoolingParams
+        from vllm.inputs.engine import tokens_input
+
+        if self._pad_moves and self._pad in row:
+            return math.nan  # transformers gives the tokens behind a pad other positions
+        size = len(row)
+        while self._pools_last and size > 1 and row[size - 1] == self._pad:
+            size -= 1
+        params = PoolingParams(task="classify", use_activation=False)
+        name = f"{self._name}-{next(self._numbers)}"
+        try:
+            async for output in self._llm.encode(tokens_input(row[:size]), params, name):
+                if output.finished:
+                    (logit,) = output.outputs.data.tolist()
+                    return float(logit)
+        except asyncio.CancelledError:
+            if self._llm is not None:
+                raise
+            raise RunFailed("the scorer was stopped") from None
+        raise RunFailed("vLLM ended a row without a word")
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]
