@@ -283,6 +283,7 @@ def test_a_cluster_is_asked_whether_it_answers() -> None:
     assert cli_doctor_facts._silent("auto") is None
 
 
+@pytest.mark.slow
 def test_the_command_on_this_machine() -> None:
     """The real facts, and imports, in a process as a user starts it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
