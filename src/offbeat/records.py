@@ -219,7 +219,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a manifest: dtype name, shape, crc32 of its bytes."""
+    """One tensor of a manifest: dtype name, shape, checksum of its bytes (crc32 in a file of kind
+    "full", else `weights.packed.fingerprint`)."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -1,7 +1,13 @@
-"""Published weights: one safetensors file a version in a folder that engines map into memory.
+"""Published weights: how versions travel from the trainer to the engines.
 
-The invariant: a manifest's file is complete before the manifest exists (atomic rename), and a
-tensor whose bytes differ from the manifest's checksum is never handed out.
+The trainer holds a `Transport` of the kind that `weights.transport` names; whoever holds an
+engine's weights calls `load_manifest`, which knows by the manifest how to get them. The folder
+transport is here: one safetensors file a version in a folder that engines map into memory; the
+others are in `broadcast.py` and `ipc.py`.
+
+The invariant: a manifest exists only when its version can be loaded whole (a file is renamed into
+place, a snapshot is complete), and a tensor whose bytes differ from the manifest's checksum is
+never handed out.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import time
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,6 +30,7 @@ from torch import Tensor
 from offbeat.config import Config
 from offbeat.errors import OffbeatError, UserError
 from offbeat.records import Manifest, PolicyVersion, TensorEntry
+from offbeat.weights.packed import dtype_name
 
 KEEP_VERSIONS = 3
 MEMORY_FOLDER = Path("/dev/shm")
@@ -45,6 +52,45 @@ _NAMES = {
 }
 
 
+class Transport(Protocol):
+    """The trainer's side of weight sync. Versions are kept for engines that are late, and to be
+    read again (`recall`) by the trainer itself."""
+
+    def publish(
+        self, tensors: Mapping[str, Tensor], tied: Mapping[str, str], version: PolicyVersion
+    ) -> Manifest:
+        """Makes a version loadable; it stays so when the tensors change afterwards.
+
+        `tensors` are on the trainer's device; tied ones are stored once and named by `tied`.
+        """
+        ...
+
+    def kept(self) -> list[PolicyVersion]:
+        """Versions that can be recalled, oldest publication first."""
+        ...
+
+    def recall(self, version: PolicyVersion) -> Mapping[str, Tensor]:
+        """A kept version's tensors, tied names not needed; do not write to them."""
+        ...
+
+    def close(self) -> None:
+        """Removes the published versions."""
+        ...
+
+
+def make_transport(config: Config, device: torch.device, folder: Path, run_id: str) -> Transport:
+    """The transport that `weights.transport` names, for a trainer on `device`."""
+    if config.weights.transport == "broadcast":
+        from offbeat.weights.broadcast import BroadcastTransport
+
+        return BroadcastTransport(device, deadline_seconds=config.weights.deadline_seconds)
+    if config.weights.transport == "ipc":
+        from offbeat.weights.ipc import IpcTransport
+
+        return IpcTransport(device)
+    return FolderTransport(folder, run_id)
+
+
 class FolderTransport:
     """Publishes versions into a folder of its own under `folder`; sweeps those of dead runs."""
 
@@ -60,7 +106,7 @@ class FolderTransport:
             ) from None
         self.folder.chmod(0o755)
         (self.folder / _OWNER).write_text(json.dumps(_identity(os.getpid())))
-        self._published: list[Path] = []
+        self._published: list[Manifest] = []
 
     def publish(
         self, tensors: Mapping[str, Tensor], tied: Mapping[str, str], version: PolicyVersion
@@ -80,10 +126,20 @@ class FolderTransport:
                 f"cannot publish version {version} to weights.folder {self.folder}: {error}"
             ) from error
         partial.replace(path)
-        self._published = [old for old in self._published if old != path] + [path]
+        manifest = Manifest(version, "full", str(path), entries, tied=dict(tied))
+        self._published = [old for old in self._published if old.version != version] + [manifest]
         while len(self._published) > KEEP_VERSIONS:
-            self._published.pop(0).unlink(missing_ok=True)
-        return Manifest(version, "full", str(path), entries, tied=dict(tied))
+            Path(self._published.pop(0).path).unlink(missing_ok=True)
+        return manifest
+
+    def kept(self) -> list[PolicyVersion]:
+        """Versions whose files are there, oldest publication first."""
+        return [manifest.version for manifest in self._published]
+
+    def recall(self, version: PolicyVersion) -> Mapping[str, Tensor]:
+        """A kept version's tensors, mapped from its file."""
+        (manifest,) = (found for found in self._published if found.version == version)
+        return load_manifest(manifest, verify=False)
 
     def close(self) -> None:
         """Removes the folder; files that engines still map live on until they let go."""
@@ -98,12 +154,33 @@ class FolderTransport:
             )
 
 
-def load_manifest(manifest: Manifest, verify: bool = True) -> dict[str, Tensor]:
-    """Name -> CPU tensor mapped from the file, tied names included (same tensor).
+def load_manifest(
+    manifest: Manifest, verify: bool = True, device: torch.device | None = None
+) -> dict[str, Tensor]:
+    """Name -> tensor on `device`, tied names included (same tensor). The one entry for engines,
+    called in whatever process holds the engine's weights.
 
-    Raises `OffbeatError` if the file is gone, or a tensor is missing, of another shape or type,
-    or (with `verify`) its bytes do not give the manifest's checksum. Do not write to the tensors.
+    By default the tensors are on the CPU: mapped from the file (kind "full") or received
+    ("broadcast"); those of kind "ipc" are the trainer's own copy on the GPU. Raises `OffbeatError`
+    if the version is gone or does not come by the deadline, or a tensor is missing, of another
+    shape or type, or (with `verify`) its bytes do not give the manifest's checksum. Do not write
+    to the tensors.
     """
+    if manifest.kind == "broadcast":
+        from offbeat.weights.broadcast import load_broadcast
+
+        return load_broadcast(manifest, verify, device)
+    if manifest.kind == "ipc":
+        from offbeat.weights.ipc import load_ipc
+
+        return load_ipc(manifest, verify)
+    found = _load_file(manifest, verify)
+    if device is not None:
+        found = {name: tensor.to(device) for name, tensor in found.items()}
+    return found | {name: found[stored] for name, stored in manifest.tied.items()}
+
+
+def _load_file(manifest: Manifest, verify: bool) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     try:
         with safe_open(manifest.path, framework="pt") as file:
@@ -123,8 +200,6 @@ def load_manifest(manifest: Manifest, verify: bool = True) -> dict[str, Tensor]:
                 f"tensor {name} of version {manifest.version} in {manifest.path} is corrupt: "
                 f"its checksum differs from the manifest's"
             )
-    for name, stored in manifest.tied.items():
-        found[name] = found[stored]
     return found
 
 
@@ -147,11 +222,6 @@ def sweep(folder: Path) -> list[Path]:
             shutil.rmtree(path, ignore_errors=True)
             swept.append(path)
     return swept
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _is_dead(path: Path) -> bool:
