@@ -19,7 +19,14 @@ from tests.unit.test_rollouter import (
 )
 
 from offbeat.errors import DeadlinePassed, RunFailed
-from offbeat.records import Completion, EngineHealth, GenerateRequest, Manifest, PolicyVersion
+from offbeat.records import (
+    Completion,
+    EngineHealth,
+    GenerateRequest,
+    Manifest,
+    PolicyVersion,
+    Progress,
+)
 from offbeat.rollout.engine import Engine
 from offbeat.rollout.rollouter import Rollouter
 
@@ -75,6 +82,81 @@ def test_an_engine_that_dies_while_it_generates_leaves_routing_and_is_replaced(
     assert sorted(o for step in steps for o in step) == list(range(120))
     assert replaced == [0]
     assert dead.asked < 20, "a dead engine is not asked again and again"
+
+
+class Teller(FakeEngine):
+    """Makes four tokens of each sample, telling of each; with `mortal`, dies as soon as it has told
+    of three groups that run."""
+
+    def __init__(self, *, mortal: bool = False) -> None:
+        super().__init__(prompt_answer)
+        self.mortal = mortal
+        self.dead = False
+        self.told: set[str] = set()
+        self.resumed: set[str] = set()
+
+    async def generate(
+        self, request: GenerateRequest
+    ) -> AsyncGenerator[Completion | Progress, None]:
+        begun, name = dict(request.resume), request.request_id
+        self.resumed |= {name} if begun else set()
+        for index in sorted(set(range(request.n)) - request.done):
+            tokens = list(begun.get(index, []))
+            while True:
+                await asyncio.sleep(0.002)
+                self.alive()
+                tokens.append(self.version.step)
+                if len(tokens) == 4:
+                    break
+                self.told.add(name)
+                self.dead = self.mortal and len(self.told) >= 3
+                yield Progress(name, index, len(tokens), tuple(tokens))
+            self.told.discard(name)
+            yield Completion(name, index, "x", 4, min(tokens), max(tokens), "stop", tuple(tokens))
+
+    async def health(self) -> EngineHealth:
+        self.alive()
+        return await super().health()
+
+    def alive(self) -> None:
+        if self.dead:
+            raise ConnectionError("the actor died")
+
+
+def test_groups_go_on_from_their_tokens_in_the_same_attempt_and_are_scored_once(
+    tmp_path: Path,
+) -> None:
+    """Engine 0 dies in the middle of groups, again and again; its replacements do, too."""
+    others = [Teller(mortal=True), Teller()]
+    rewards = FakeRewards()
+
+    async def replace(index: int) -> Engine:
+        others.append(Teller(mortal=len(others) < 4))
+        return others[-1]
+
+    async def body(rollouter: Rollouter) -> Any:
+        groups, samples = [], []
+        for step in range(10):
+            batch = await rollouter.batch(step)
+            for group in batch.groups:
+                groups.append((group.prompt.ordinal, group.attempt))
+                samples += [sample.completion for sample in group.samples]
+            ordinals = [group.prompt.ordinal for group in batch.groups]
+            await rollouter.trained(step, {o: "signal" for o in ordinals})
+            await rollouter.published(manifest(step + 1))
+        return groups, samples, await rollouter.counts()
+
+    config = config_of(tmp_path, rollout={"max_attempts": 4})
+    groups, samples, counts = drive(
+        tmp_path, config, others[:2], body, total=40, replace=replace, rewards=rewards
+    )
+    assert counts["trained"] == 40
+    assert counts["discarded"] == {}
+    names = {name for engine in others for name in engine.resumed}
+    assert len(names) >= 3, "hardly anything was carried on: it shows nothing"
+    assert names <= {f"{ordinal}.{attempt}" for ordinal, attempt in groups}
+    assert len(samples) == rewards.seen == 80, "no sample that had ended was made or scored again"
+    assert all(len(sample.ref) == 4 for sample in samples)
 
 
 def test_the_only_engine_dies_and_groups_wait_for_its_replacement(tmp_path: Path) -> None:
