@@ -219,10 +219,17 @@ async def endless(scorer: VllmScorer) -> None:
 
 
 def ended(pids: Sequence[int]) -> bool:
+    def runs(pid: int) -> bool:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        return state != "Z"
+
     deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+    while any(map(runs, pids)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    return not any(map(runs, pids))
 
 
 def test_another_decoder_gives_transformers_logits(qwen: Case) -> None:

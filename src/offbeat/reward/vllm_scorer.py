@@ -122,8 +122,10 @@ class VllmScorer:
         """Ends vLLM's processes; rows that run fail."""
         llm, self._llm = self._llm, None
         thread, self._thread = self._thread, None
-        for task in self._running:
+        running = list(self._running)
+        for task in running:
             task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
         if thread is not None:
