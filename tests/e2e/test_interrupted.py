@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,18 @@ from offbeat.rollout.generation import Generation
 from offbeat.rollout.rollouter import Rollouter
 from offbeat.rollout.router import Router
 from offbeat.store import Store, read_counts
-from offbeat.weights.sync import Replica, WeightSync
+from offbeat.weights.sync import Replica, SyncReport, WeightSync
 from offbeat.weights.transport import FolderTransport
 
 REPLICAS, STEPS, GROUPS, SAMPLES = 2, 5, 2, 4
 MAX_TOKENS = 160
 SNAPSHOT = 16
-ENGINES = ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)]
-pytestmark = pytest.mark.timeout(600)  # two cores may be shared with others
+CASES = [
+    ("transformers", signal.SIGKILL),
+    ("transformers", signal.SIGSTOP),
+    pytest.param("vllm", signal.SIGKILL, marks=pytest.mark.vllm),
+]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # two cores may be shared with others
 
 
 @pytest.fixture(scope="module")
@@ -113,10 +118,11 @@ class Witness:
 
 
 class Killer:
-    """Ends one engine's process when some of its samples run and have been told of."""
+    """Kills or freezes one engine's process when some of its samples run and were told of."""
 
-    def __init__(self, pid: int, seen: Seen) -> None:
+    def __init__(self, pid: int, how: signal.Signals, seen: Seen) -> None:
         self.pid = pid
+        self.how = how
         self.killed = False
         self._told: dict[tuple[str, int], int] = {}
         seen.on_item = self.look
@@ -131,10 +137,10 @@ class Killer:
         self._told[key] = item.tokens
         if sum(tokens >= 2 * SNAPSHOT for tokens in self._told.values()) >= 3:
             self.killed = True
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, self.how)
 
 
-def config_of(tmp_path: Path, model: Path, engine: str) -> Config:
+def config_of(tmp_path: Path, model: Path, engine: str, load_deadline: float) -> Config:
     return Config.model_validate(
         {
             "run": "interrupted",
@@ -147,7 +153,7 @@ def config_of(tmp_path: Path, model: Path, engine: str) -> Config:
                 "deadline_seconds": 240,
             },
             "train": {"groups_per_step": GROUPS, "max_staleness": 1},
-            "weights": {"deadline_seconds": 120},
+            "weights": {"deadline_seconds": load_deadline},
             "cluster": {"device": "cpu", "start_deadline_seconds": 240},
             "reward": {"r": {"kind": "function", "function": "f.py:f"}},
         }
@@ -188,7 +194,7 @@ def noisy(model: Path, step: int) -> Any:
 # -- the run ------------------------------------------------------------------------------------
 
 
-def pid_of(config: Config, replica: int, run_id: str) -> int:
+def pid_of(replica: int, run_id: str) -> int:
     """The process of an engine actor."""
     name = f"{run_id}/rollout/{replica}"
     for process in psutil.Process().children(recursive=True):
@@ -205,13 +211,18 @@ class Outcome:
     seen: Seen
     batches: list[Any]
     counts: Counts
+    reports: list[SyncReport]
     rejoined: tuple[bool, PolicyVersion]
     again: Completion
     lost: int
 
 
 async def run(
-    config: Config, publish: Callable[[int], Manifest], pools: dict[str, ResourcePool], store: Store
+    config: Config,
+    how: signal.Signals,
+    publish: Callable[[int], Manifest],
+    pools: dict[str, ResourcePool],
+    store: Store,
 ) -> Outcome:
     spec = RunSpec("interrupted-run", "cpu", config.run_dir)
     specs = [policy_engine(config, spec, i) for i in range(REPLICAS)]
@@ -220,7 +231,7 @@ async def run(
     raw = [RayEngine(handle, payloads=True) for handle in handles]
     for engine in raw:
         await engine.start()
-    killer = Killer(pid_of(config, 0, spec.run_id), seen)
+    killer = Killer(pid_of(0, spec.run_id), how, seen)
 
     async def replace(index: int) -> Engine:
         start = partial(start_engine, specs[index], pools["rollout"], spec, named=False)
@@ -241,7 +252,7 @@ async def run(
             ordinals = [group.prompt.ordinal for group in batches[-1].groups]
             await rollouter.trained(step, dict.fromkeys(ordinals, "signal"))
             await rollouter.published(publish(step + 1))
-        counts = await rollouter.counts()
+        counts, (_, reports, _) = await rollouter.counts(), await rollouter.drain()
         assert killer.killed, "nothing was killed: the test shows nothing"
         replica = rollouter.replicas[0]
         for _ in range(1200):
@@ -251,7 +262,7 @@ async def run(
         request = GenerateRequest("after", Prompts().prompt(0).token_ids, 1, Sampling(8))
         again = [c async for c in replica.engine.generate(request) if isinstance(c, Completion)]
         rejoined = (replica.routable, (await replica.engine.health()).version)
-        return Outcome(seen, batches, counts, rejoined, again[0], killer.pid)
+        return Outcome(seen, batches, counts, reports, rejoined, again[0], killer.pid)
     finally:
         await rollouter.stop()
         await asyncio.gather(task, return_exceptions=True)
@@ -261,24 +272,25 @@ async def run(
             ray.kill(handle)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_an_engine_killed_under_load_loses_nothing(
-    cluster: None, tmp_path: Path, engine: str
+@pytest.mark.parametrize(("engine", "how"), CASES)
+def test_an_engine_killed_or_frozen_under_load_loses_nothing(
+    cluster: None, tmp_path: Path, engine: str, how: signal.Signals
 ) -> None:
+    """A frozen one does not fail: it misses the deadline of its load, and is taken out for that."""
     if engine == "vllm":
         pytest.importorskip("vllm")
     model = make_model(
         tmp_path / "model", hidden_size=64, num_attention_heads=2, num_key_value_heads=1,
         max_position_embeddings=256,
     )  # fmt: skip
-    config = config_of(tmp_path, model, engine)
+    config = config_of(tmp_path, model, engine, 10.0 if how == signal.SIGSTOP else 120.0)
     config.run_dir.mkdir(parents=True)
     transport = FolderTransport(tmp_path / "weights", "interrupted")
     store = Store(tmp_path / "ledger.sqlite")
     plan = PoolPlan("rollout", "rollout", REPLICAS, 1)
     pools = create_pools([plan], "cpu", deadline_seconds=60)
     try:
-        outcome = asyncio.run(run(config, versions_of(model, transport), pools, store))
+        outcome = asyncio.run(run(config, how, versions_of(model, transport), pools, store))
     finally:
         store.close()
         remove_pools(pools)
@@ -286,6 +298,7 @@ def test_an_engine_killed_under_load_loses_nothing(
     check_books(outcome, read_counts(tmp_path / "ledger.sqlite"))
     check_tokens(outcome, model)
     check_carried_on(outcome)
+    check_rolled(outcome.reports)
     assert outcome.rejoined == (True, PolicyVersion(0, STEPS)), "it rejoined at the newest version"
     assert outcome.again.version_min == STEPS
     assert not psutil.pid_exists(outcome.lost)
@@ -350,6 +363,14 @@ def check_carried_on(outcome: Outcome) -> None:
     assert carried >= 3, "the samples that were told of went on"
     for _, request in outcome.seen.sent:
         assert not {index for index, _ in request.resume} & request.done
+
+
+def check_rolled(reports: list[SyncReport]) -> None:
+    """One of the two engines loads at a time; the other generates meanwhile."""
+    for version in range(1, STEPS + 1):
+        loads = sorted((r.start, r.end) for r in reports if r.version == version)
+        assert loads
+        assert all(ended <= begun for (_, ended), (begun, _) in pairwise(loads))
 
 
 # -- references ---------------------------------------------------------------------------------
