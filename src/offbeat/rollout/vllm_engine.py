@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from functools import partial
+from dataclasses import replace
 from itertools import count
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 import torch
 
 from offbeat.errors import OffbeatError, RequestRefused, RunFailed
@@ -34,6 +35,7 @@ from offbeat.records import (
     Manifest,
     PolicyVersion,
     Progress,
+    Sampling,
     Span,
 )
 from offbeat.rollout.stop_strings import StopStrings
@@ -44,6 +46,8 @@ from offbeat.rollout.vllm_start import Started, start_vllm
 T = TypeVar("T")
 Item = Completion | Progress | BaseException
 DEATH_POLL_SECONDS = 0.2
+# vLLM's workers on the CPU do not end by themselves; there is nothing to save in them.
+STOP_SECONDS = 1.0
 LONGEST_STAGE_POLL = 0.05
 
 
@@ -102,6 +106,7 @@ class VllmEngine:
         self._running: dict[Sample, asyncio.Task[None]] = {}
         self._numbers = count()
         self._loading = asyncio.Lock()
+        self._swapping: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Starts vLLM's processes; returns when requests are taken."""
@@ -118,8 +123,9 @@ class VllmEngine:
             # Asked for now, so that giving a request to vLLM never waits for it.
             await self._call(llm.get_supported_tasks())
             workers = await self._call(llm.collective_rpc("process_id"))
+            await self._call(self._warm_up(started))
         except BaseException:
-            await asyncio.to_thread(llm.shutdown)
+            await asyncio.to_thread(llm.shutdown, STOP_SECONDS)
             raise
         # The core's own time is left out: while it waits for its workers it spins.
         self._meter.clock.processes = sorted(set(workers))
@@ -139,7 +145,6 @@ class VllmEngine:
         for sample in samples:
             task = asyncio.create_task(self._follow(sample, arrived.put_nowait))
             self._running[sample] = task
-            task.add_done_callback(partial(self._left, sample))
             tasks.append(task)
         left = len(tasks)
         try:
@@ -154,6 +159,8 @@ class VllmEngine:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            for sample in samples:
+                self._running.pop(sample, None)
 
     async def load(self, manifest: Manifest) -> PolicyVersion:
         """Swaps weights between two steps; returns when the next token is the new version's.
@@ -163,10 +170,16 @@ class VllmEngine:
         """
         started = self._alive()
         started.check(manifest)
-        async with self._loading:
+        await self._loading.acquire()
+        try:
             await self._stage(started, manifest)
-            # Once generation is paused the load goes to its end, whoever still waits for it.
-            await asyncio.shield(asyncio.ensure_future(self._swap(started, manifest)))
+        except BaseException:
+            self._loading.release()
+            raise
+        # Once generation is paused the load goes to its end, whoever still waits for it.
+        self._swapping = asyncio.create_task(self._swap(started, manifest))
+        self._swapping.add_done_callback(lambda _: self._loading.release())
+        await asyncio.shield(self._swapping)
         return manifest.version
 
     async def health(self) -> EngineHealth:
@@ -193,10 +206,7 @@ class VllmEngine:
             for task in tasks:
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.to_thread(started.llm.shutdown)
-
-    def _left(self, sample: Sample, _: object) -> None:
-        self._running.pop(sample, None)
+        await asyncio.to_thread(started.llm.shutdown, STOP_SECONDS)
 
     def _alive(self) -> Started:
         if self._error is not None:
@@ -224,6 +234,15 @@ class VllmEngine:
         finally:
             task.cancel()
 
+    async def _warm_up(self, started: Started) -> None:
+        """Draws two tokens: the first batch takes seconds, which no request's deadline counts."""
+        request = GenerateRequest("warm-up", np.ones(1, np.int32), 1, Sampling(1))
+        for sampling in (Sampling(1, 0.0), Sampling(1, 1.0)):
+            (sample,) = samples_of(
+                replace(request, sampling=sampling), None, started.decode, self._stops
+            )
+            await self._run(started, sample, lambda _: None)
+
     # ---- a sample ----
 
     async def _follow(self, sample: Sample, put: Callable[[Item], None]) -> None:
@@ -232,24 +251,25 @@ class VllmEngine:
             spans: Spans = ()
             while sample.reason is None and not self._stopping:
                 sample.renewed = False
-                spans = await self._run(sample, put)
+                spans = await self._run(self._alive(), sample, put)
                 if not sample.renewed:
                     break
+            self._running.pop(sample, None)
             put(sample.completion(spans, self._version.step))
         except OffbeatError as error:
             put(error)
         except Exception as error:  # boundary: whatever vLLM raises, the request's owner is told
             put(self._explain(sample, error))
 
-    async def _run(self, sample: Sample, put: Callable[[Item], None]) -> Spans:
+    async def _run(self, started: Started, sample: Sample, put: Callable[[Item], None]) -> Spans:
         """One request of vLLM: gives it the sample, takes its tokens; returns their versions."""
         from vllm.inputs.engine import tokens_input
 
-        started = self._alive()
         llm = started.llm
         sample.name = f"{sample.request.request_id}/{sample.index}/{next(self._numbers)}"
         prompt = tokens_input(sample.prompt(), cache_salt=str(self._version))
-        self._meter.work_came()
+        if self._running:
+            self._meter.work_came()
         stopped = False
         async for output in llm.generate(prompt, sample.params(), sample.name):
             (part,) = output.outputs
@@ -313,20 +333,20 @@ class VllmEngine:
                 await self._renew(llm)
             await self._call(llm.resume_generation())
             meter.paused(paused)
-        except BaseException as error:
+        except BaseException as error:  # boundary: whatever vLLM raises
             # Half a version may lie in the model: nothing may be generated with it.
             if self._error is None:
                 self._error = RunFailed(
                     f"{self._name} failed to load version {manifest.version}: {_first_line(error)}"
                 )
-            await asyncio.to_thread(llm.shutdown)
+            await asyncio.to_thread(llm.shutdown, STOP_SECONDS)
             raise self._error from error
 
     async def _renew(self, llm: Any) -> None:
         """Gives samples without a token to vLLM again: their prompts may lie in old blocks."""
         for sample in list(self._running):
             if sample.name and sample.fresh and sample.reason is None:
-                if _versions_so_far(llm, sample.name):
+                if _versions_so_far(llm, sample.name) != []:
                     continue  # its first token is on its way
                 sample.renewed = True
                 await llm.abort(sample.name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,8 @@ def start_vllm(
     check_engine_args(setting, engine_args)
     set_environment(device, threads)
     config, tokenizer = _read(model_path, tokenizer_path or model_path)
+    if device == "cpu":
+        _check_heads(model_path, config)
     context = min(max_context, int(config.max_position_embeddings))
     arguments: dict[str, Any] = {
         "model": model_path,
@@ -93,20 +96,16 @@ def start_vllm(
         **device_args(device, devices, memory_share),
     }
     llm = _launch(arguments, engine_args, device, setting, meter)
+    # generation_config = "vllm" ignores the file's sampling, but not its further stop ids, which
+    # would be masked out of structured answers.
+    llm.input_processor.generation_config_fields = {}
     end = tokenizer.eos_token_id
-
-    def decode(token_ids: Sequence[int]) -> str:
-        text = tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return str(text)
-
     return Started(
         llm=llm,
         context=context,
         vocabulary=int(config.vocab_size),
         eos=None if end is None else int(end),
-        decode=decode,
+        decode=partial(_decode, tokenizer),
         shapes=tensor_shapes(Path(model_path)),
     )
 
@@ -144,6 +143,27 @@ def _read(model_path: str, tokenizer_path: str) -> tuple[Any, Any]:
         ) from error
 
 
+def _decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """Text without special tokens, nothing tidied up."""
+    text = tokenizer.decode(
+        list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+    return str(text)
+
+
+def _check_heads(model_path: str, config: Any) -> None:
+    """vLLM's CPU attention crashes at the first token with heads of other sizes."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    known = CPUAttentionBackend.get_supported_head_sizes()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if size not in known:
+        raise UserError(
+            f"{model_path}: vLLM on a CPU computes heads of {known} dimensions and this model's "
+            f'have {size}; set engine = "transformers"'
+        )
+
+
 def _launch(
     arguments: dict[str, Any],
     engine_args: Mapping[str, Any],
@@ -164,11 +184,17 @@ def _launch(
             f"vLLM refuses {arguments['model']} with {setting} = {dict(engine_args)}: "
             f"{_short(error)}"
         ) from error
-    return AsyncLLM.from_vllm_config(
-        config,
-        stat_loggers=[lambda config, index=0: StepLogger(meter)],
-        disable_log_stats=True,
-    )
+    try:
+        return AsyncLLM.from_vllm_config(
+            config,
+            stat_loggers=[lambda config, index=0: StepLogger(meter)],
+            disable_log_stats=True,
+        )
+    except RuntimeError as error:
+        raise RunFailed(
+            f"vLLM did not start with {arguments['model']}: {_short(error)} Its processes' "
+            "messages say why; VLLM_LOGGING_LEVEL=INFO shows more"
+        ) from error
 
 
 def _short(error: BaseException) -> str:
