@@ -149,13 +149,72 @@ def test_t4_with_unchanged_weights_the_ratio_is_one(start, model):
     assert 0 <= result.logprob_diff_mean <= result.logprob_diff_p99 <= result.logprob_diff_max
 
 
-def test_the_mismatch_counts_only_tokens_of_the_current_version(start):
-    trainer = start(max_staleness=2)
-    assert not math.isnan(trainer.step(*to_batch(0, STEPS[0])).logprob_diff_mean)
-    result = trainer.step(*to_batch(1, STEPS[1], version=0))
-    assert math.isnan(result.logprob_diff_mean)
-    assert not math.isnan(result.ratio_mean)
-    assert set(result.staleness) == {1}
+def test_the_mismatch_is_under_the_weights_that_made_the_tokens(start, model):
+    """The policy has moved on; the recorded log-probs are those of version 0, and of version 1."""
+    trainer = start(max_staleness=2, learning_rate=1e-2, warmup_steps=0)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+    def recorded(step):
+        return [
+            (p, [(a, logprob_by_hand(plain, p, a).tolist(), r) for a, _, r in rest])
+            for p, rest in STEPS[step]
+        ]
+
+    first = trainer.step(*to_batch(0, recorded(0)))
+    trainer.publish()
+    second = trainer.step(*to_batch(1, recorded(1), version=0))
+    plain.load_state_dict(load_manifest(trainer.publish()))
+    third = trainer.step(*to_batch(2, recorded(2)))
+    for result in (first, second, third):
+        assert result.logprob_diff_max < 1e-4
+        assert result.logprob_diff_exact
+        assert result.logprob_diff_tokens > 0
+        assert result.logprob_diff_outside == 0
+    assert second.ratio_outside > 0.5  # what the policy's change alone does
+    assert first.drift is third.drift is None
+    assert set(second.staleness) == {1}
+
+
+def test_the_mismatch_is_finite_where_the_versions_are_gone(start):
+    trainer = start(max_staleness=4)
+    for step in range(5):
+        trainer.step(*to_batch(step, STEPS[step]))
+        trainer.publish()
+    result = trainer.step(*to_batch(5, STEPS[5], version=1))
+    assert math.isfinite(result.logprob_diff_mean)
+    assert not result.logprob_diff_exact
+
+
+def test_the_mismatch_is_finite_without_signal(start):
+    flat = [(p, [(a, x, 1.0) for a, x, _ in rest]) for p, rest in STEPS[0]]
+    result = start().step(*to_batch(0, flat))
+    assert result.computed == 0
+    assert math.isfinite(result.logprob_diff_mean)
+    assert result.logprob_diff_exact
+
+
+def test_comparing_changes_no_bit_of_training(start, monkeypatch):
+    """Version 0 is put in and out of the model at every step, also where that fails."""
+    with_probe, without = start(max_staleness=9), start(max_staleness=9)
+    monkeypatch.setattr("offbeat.train.probe.TIME_SHARE", 1e9)
+    monkeypatch.setattr(without._meter, "_probe", lambda *args: args[2])
+    for step in range(4):
+        found = with_probe.step(*to_batch(step, STEPS[step], version=0))
+        assert found.logprob_diff_exact
+        assert without.step(*to_batch(step, STEPS[step], version=0)).logprob_diff_exact == (
+            step < 1
+        )
+    before = weights_of(with_probe)
+
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("offbeat.train.probe.evaluate", fail)
+    assert same(before, weights_of(without))
+    for trainer in (with_probe, without):
+        trainer.step(*to_batch(4, STEPS[4], version=0))
+    assert same(weights_of(with_probe), weights_of(without))
+    assert not same(before, weights_of(without))
 
 
 def test_g1_a_group_of_one_gives_no_signal_and_no_nan(start):

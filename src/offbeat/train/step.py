@@ -7,7 +7,7 @@ out and shifts no other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,9 +21,9 @@ from offbeat.errors import RunFailed
 from offbeat.loss import LossTerms
 from offbeat.records import Batch, Payload
 from offbeat.train.batching import MicroBatch, Trajectory
+from offbeat.train.drift import RATIO_BAND, DriftStats, Floats, compare, outside_band
 
-Number = TypeVar("Number", np.float32, np.int32)
-RATIO_BAND = (0.9, 1.1)
+Number = TypeVar("Number", np.float32, np.int32, np.bool_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,8 @@ class StepSamples:
 
     `tokens` counts the completion tokens of all of them: the mean's denominator. `trajectories`
     are those to compute (all, or those with advantage != 0), and the arrays (N,) belong to the
-    concatenation of their completions. `ordinals` and `staleness` are per sample with a reward,
+    concatenation of their completions; `mixed` are tokens of samples that another version began.
+    `ordinals` and `staleness` are per sample with a reward,
     in the batch's order; `no_signal` names the groups whose advantages are all 0.
     """
 
@@ -40,6 +41,7 @@ class StepSamples:
     behaviour: NDArray[np.float32]
     advantages: NDArray[np.float32]
     versions: NDArray[np.int32]
+    mixed: NDArray[np.bool_]
     tokens: int
     ordinals: tuple[int, ...]
     staleness: tuple[int, ...]
@@ -96,6 +98,7 @@ def gather(batch: Batch, payloads: Sequence[Sequence[Payload]], train: TrainSect
         behaviour=_joined([p.logprobs for p, _, _ in kept], np.float32),
         advantages=np.repeat(np.array([a for _, a, _ in kept], dtype=np.float32), lengths),
         versions=_joined([p.versions for p, _, _ in kept], np.int32),
+        mixed=_joined([p.versions != p.versions[0] for p, _, _ in kept], np.bool_),
         tokens=tokens,
         ordinals=tuple(ordinals),
         staleness=tuple(staleness),
@@ -128,9 +131,11 @@ class StepResult:
     through the model, each shared prefix once, padding not counted; `micro_batches` of them.
     `loss`: mean over `tokens`; `grad_norm`: before clipping. Over the computed completion tokens:
     `ratio_mean` and `ratio_outside` (share outside 0.9 to 1.1) of pi / mu before the update,
-    `clip_fraction`; and `logprob_diff_*` of |trainer - engine| in nats, only over tokens that the
-    current version made, so that it measures the engine and not the policy's change. NaN where
-    there are no such tokens.
+    `clip_fraction`; NaN where there are none. `logprob_diff_*`: |trainer - engine| in nats over
+    `logprob_diff_tokens` tokens, the trainer's under the weights of the version that made each, so
+    that it measures the engine and not the policy's change; where those weights are gone, under
+    the newest ones (`logprob_diff_exact` False). `logprob_diff_outside`: share of these tokens
+    with a ratio outside 0.9 to 1.1. `drift`: what `drift.diagnose` says of it.
     """
 
     step: int
@@ -149,6 +154,10 @@ class StepResult:
     logprob_diff_mean: float
     logprob_diff_p99: float
     logprob_diff_max: float
+    logprob_diff_outside: float
+    logprob_diff_tokens: int
+    logprob_diff_exact: bool
+    drift: str | None
     reward_mean: float
     advantage_mean: float
     advantage_abs_mean: float
@@ -161,31 +170,53 @@ class TokenStatistics:
 
     ratios: list[Tensor] = field(default_factory=list)
     clipped: list[Tensor] = field(default_factory=list)
-    mismatches: list[Tensor] = field(default_factory=list)
+    logprobs: list[Tensor] = field(default_factory=list)
+    sources: list[NDArray[np.int64]] = field(default_factory=list)
     computed: int = 0
 
-    def add(self, terms: LossTerms, mismatches: Tensor, micro: MicroBatch) -> None:
-        """One micro-batch: its loss terms, and |trainer - engine| of the current version's."""
+    def add(self, terms: LossTerms, logprobs: Tensor, micro: MicroBatch) -> None:
+        """One micro-batch: its loss terms, and the trainer's log-probs before the update."""
         self.ratios.append(terms.ratios)
         self.clipped.append(terms.clipped_count)
-        self.mismatches.append(mismatches)
+        self.logprobs.append(logprobs)
+        self.sources.append(micro.source)
         self.computed += micro.computed
 
-    def values(self) -> dict[str, float]:
-        """The token fields of `StepResult` by name."""
-        nothing = [torch.zeros(0)]
-        ratios = torch.cat(self.ratios or nothing).double().cpu().numpy()
-        diffs = torch.cat(self.mismatches or nothing).double().cpu().numpy()
+    def values(self) -> dict[str, Any]:
+        """The fields of `StepResult` about ratios, by name."""
+        ratios = torch.cat(self.ratios or [torch.zeros(0)]).double().cpu().numpy()
         outside = (ratios < RATIO_BAND[0]) | (ratios > RATIO_BAND[1])
         clipped = sum(int(count) for count in self.clipped)
         return {
             "ratio_mean": mean(ratios),
             "ratio_outside": mean(outside),
             "clip_fraction": clipped / len(ratios) if len(ratios) else float("nan"),
-            "logprob_diff_mean": mean(diffs),
-            "logprob_diff_p99": float(np.quantile(diffs, 0.99)) if len(diffs) else float("nan"),
-            "logprob_diff_max": float(diffs.max()) if len(diffs) else float("nan"),
         }
+
+    def newest(self, samples: StepSamples) -> Floats:
+        """(N,) the trainer's log-probs of all tokens under the weights before the update."""
+        found = np.full(len(samples.behaviour), np.nan)
+        if self.sources:
+            found[np.concatenate(self.sources)] = torch.cat(self.logprobs).double().cpu().numpy()
+        return found
+
+
+def compare_newest(
+    samples: StepSamples, newest: Floats, step: int
+) -> tuple[DriftStats, DriftStats]:
+    """Of the tokens that the current version made (exact) and of all tokens, from the training's
+    own forward pass; both with what each lag adds."""
+    engine = samples.behaviour.astype(np.float64)
+    current = samples.versions == step
+    exact = compare(engine[current], newest[current], samples.mixed[current], exact=True)
+    everything = compare(engine, newest, samples.mixed, exact=False)
+    off, lags = np.abs(newest - engine), step - samples.versions
+    by_lag = {int(lag): float(off[lags == lag].mean()) for lag in np.unique(lags)}
+    share = outside_band(newest - engine)
+    return (
+        replace(exact, by_lag=by_lag, ratio_outside=share),
+        replace(everything, by_lag=by_lag, ratio_outside=share),
+    )
 
 
 def mean(values: NDArray[Any] | Sequence[float]) -> float:

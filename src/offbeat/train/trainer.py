@@ -28,8 +28,9 @@ from offbeat.records import Batch, Manifest, Payload, PolicyVersion, Span
 from offbeat.train import checkpoint
 from offbeat.train.batching import plan
 from offbeat.train.model import PolicyModel, resolve_device
+from offbeat.train.probe import DriftMeter
 from offbeat.train.step import StepResult, StepSamples, TokenStatistics, gather, mean
-from offbeat.weights.transport import FolderTransport
+from offbeat.weights.transport import Transport, make_transport
 
 
 class Trainer:
@@ -56,7 +57,8 @@ class Trainer:
         self._spans: list[Span] = []
         self._model: PolicyModel | None = None
         self._optimizer: torch.optim.AdamW | None = None
-        self._transport: FolderTransport | None = None
+        self._transport: Transport | None = None
+        self._meter: DriftMeter | None = None
 
     @property
     def version(self) -> PolicyVersion:
@@ -94,7 +96,10 @@ class Trainer:
         )
         if resume_from is not None:
             self._restore(resume_from)
-        self._transport = FolderTransport(self._publish_folder, self._run_id)
+        self._transport = make_transport(config, device, self._publish_folder, self._run_id)
+        self._meter = DriftMeter(self._model, self._transport, config, self.lineage)
+        if config.train.max_staleness > 0:  # tokens of the first version come after it has gone
+            self._transport.publish(*self._model.tensors(), self.version)
         return self.version
 
     def step(self, batch: Batch, payloads: Sequence[Sequence[Payload]]) -> StepResult:
@@ -117,6 +122,8 @@ class Trainer:
         with self._span("train", samples.tokens):
             if samples.trajectories:
                 loss, norm = self._gradient(samples, statistics)
+            seconds = time.perf_counter() - started
+            drift = self._meter_of().measure(batch, payloads, samples, statistics, seconds)
             applied = math.isfinite(loss) and math.isfinite(norm)
             if applied and samples.trajectories:
                 self._update(rate, norm)
@@ -140,6 +147,7 @@ class Trainer:
             advantage_abs_mean=mean([abs(a) for a in samples.sample_advantages]),
             seconds=time.perf_counter() - started,
             **statistics.values(),
+            **drift,
         )
 
     def publish(self) -> Manifest:
@@ -195,7 +203,6 @@ class Trainer:
         train, device = self.config.train, self.model.device
         behaviour = torch.from_numpy(samples.behaviour).to(device)
         advantages = torch.from_numpy(samples.advantages).to(device)
-        current = torch.from_numpy(samples.versions == self._step).to(device)
         total = 0.0
         for micro in plan(
             samples.trajectories,
@@ -216,8 +223,7 @@ class Trainer:
             loss = terms.sum / samples.tokens
             torch.autograd.backward(loss)
             total += float(loss.detach())
-            off = (logprobs.detach() - recorded).abs()[current[source]]
-            statistics.add(terms, off, micro)
+            statistics.add(terms, logprobs.detach(), micro)
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         return total, float(torch.nn.utils.get_total_norm(grads))
 
@@ -275,6 +281,11 @@ class Trainer:
         if self._optimizer is None:
             raise OffbeatError("the trainer has not been set up")
         return self._optimizer
+
+    def _meter_of(self) -> DriftMeter:
+        if self._meter is None:
+            raise OffbeatError("the trainer has not been set up")
+        return self._meter
 
     @contextlib.contextmanager
     def _span(self, kind: str, tokens: int = 0) -> Iterator[None]:
