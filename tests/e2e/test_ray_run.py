@@ -114,11 +114,13 @@ def test_pools_that_others_hold_fail_at_their_deadline(cluster: str, project: Pr
         holder.communicate(timeout=120)
 
 
-def wait_for(process: subprocess.Popen[str], what: str, probe: Callable[[], bool]) -> None:
-    deadline = time.time() + 150
+def wait_for(
+    process: subprocess.Popen[str], what: str, probe: Callable[[], bool], seconds: float = 150
+) -> None:
+    deadline = time.time() + seconds
     while not probe():
         assert process.poll() is None, process.communicate()
-        assert time.time() < deadline, f"{what} took more than 150 s"
+        assert time.time() < deadline, f"{what} took more than {seconds:g} s"
         time.sleep(0.2)
 
 

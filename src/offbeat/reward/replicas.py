@@ -290,7 +290,10 @@ class Replicas(Generic[M]):
 
     @staticmethod
     def _words(error: Exception, late_words: str, *, late: bool) -> str:
-        return late_words if late else f"{type(error).__name__}: {error}"
+        if late:
+            return late_words
+        first, *_ = str(error).splitlines() or [""]  # Ray says more, in paragraphs
+        return f"{type(error).__name__}: {first}"
 
 
 def _now() -> float:
