@@ -39,7 +39,7 @@ from offbeat.records import (
     Span,
 )
 from offbeat.rollout.stop_strings import StopStrings
-from offbeat.rollout.vllm_sample import Sample, Spans, refuse, samples_of
+from offbeat.rollout.vllm_sample import Sample, Spans, check, samples_of
 from offbeat.rollout.vllm_spans import StepMeter
 from offbeat.rollout.vllm_start import Started, start_vllm
 
@@ -138,7 +138,13 @@ class VllmEngine:
         resumed. Raises `RunFailed` when vLLM's core has died.
         """
         started = self._alive()
-        refuse(request, started.context, started.vocabulary)
+        check(
+            request,
+            context=started.context,
+            vocabulary=started.vocabulary,
+            eos=started.eos,
+            stops=self._stops,
+        )
         arrived: asyncio.Queue[Item] = asyncio.Queue()
         samples = samples_of(request, started.eos, started.decode, self._stops)
         tasks = []
@@ -173,6 +179,13 @@ class VllmEngine:
         await self._loading.acquire()
         try:
             await self._stage(started, manifest)
+        except Exception as error:  # boundary: whatever the core answers with
+            self._loading.release()
+            if isinstance(error, OffbeatError):
+                raise
+            raise RunFailed(
+                f"{self._name} cannot load version {manifest.version}: {_first_line(error)}"
+            ) from error
         except BaseException:
             self._loading.release()
             raise
@@ -206,6 +219,8 @@ class VllmEngine:
             for task in tasks:
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if started.llm.output_handler is not None:
+            started.llm.output_handler.cancel()  # it would report the end as a failure
         await asyncio.to_thread(started.llm.shutdown, STOP_SECONDS)
 
     def _alive(self) -> Started:

@@ -7,49 +7,38 @@ and knows the stop ids.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from offbeat.errors import RequestRefused, RunFailed
+from offbeat.errors import RunFailed
 from offbeat.records import (
     Completion,
     FinishReason,
     GenerateRequest,
     Payload,
     Progress,
+    Sampling,
     Structure,
 )
+from offbeat.rollout.refusals import check_request
 from offbeat.rollout.stop_strings import Decode, StopStrings
 
 Spans = Sequence[tuple[str, int]]  # (version, index of its first token), in order
 
 
-def refuse(request: GenerateRequest, context: int, vocabulary: int) -> None:
-    """Raises for a request that cannot be run, in one sentence with the numbers."""
-    sampling, prompt, name = request.sampling, np.asarray(request.prompt_ids), request.request_id
-    size, more = len(prompt), sampling.max_tokens
-    if size + more > context:
-        raise RequestRefused(
-            f"{name}: {size} prompt tokens + {more} max_tokens = {size + more} exceed the context "
-            f"of {context}"
-        )
-    if size < 1 or more < 1 or request.n < 1:
-        raise RequestRefused(
-            f"{name}: {size} prompt tokens, {more} max_tokens and {request.n} completions must "
-            "each be at least 1"
-        )
-    if int(prompt.min()) < 0 or int(prompt.max()) >= vocabulary:
-        raise RequestRefused(
-            f"{name}: prompt tokens {prompt.min()}..{prompt.max()} are not all in the vocabulary "
-            f"of {vocabulary}"
-        )
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise RequestRefused(f"{name}: temperature {sampling.temperature} must be 0 or more")
-    if any(not stop for stop in sampling.stop):
-        raise RequestRefused(f"{name}: a stop string is empty")
+def check(
+    request: GenerateRequest, *, context: int, vocabulary: int, eos: int | None, stops: StopStrings
+) -> None:
+    """Raises `RequestRefused` for what cannot be run, as the engine on transformers does."""
+    sampling, stop_ids = request.sampling, _stop_ids(request.sampling, eos)
+    check_request(
+        request,
+        context=context,
+        vocabulary=vocabulary,
+        ends=lambda ids: _reason_to_end(sampling, ids, stop_ids, stops),
+    )
 
 
 def samples_of(
@@ -88,18 +77,17 @@ class Sample:
         self.renewed = False
         self._decode = decode
         self._stops = stops
-        self._stop_ids = {*request.sampling.stop_token_ids, *(() if eos is None else (eos,))}
+        self._stop_ids = _stop_ids(request.sampling, eos)
         self._old_versions: list[int] = []
         self._old = 0  # tokens that it was resumed with
         self._told = 0  # tokens of the last progress
 
     def resume(self, payload: Payload) -> None:
-        """Takes over tokens that were made before; ends at once if they are a whole sample."""
-        for token, logprob in zip(payload.token_ids, payload.logprobs, strict=True):
-            if self.reason is None:
-                self._append(int(token), float(logprob))
+        """Takes over tokens that were made before; they do not end it (`check`)."""
+        self.ids = payload.token_ids.tolist()
+        self.logprobs = payload.logprobs.tolist()
+        self._old_versions = payload.versions.tolist()
         self._old = self._told = len(self.ids)
-        self._old_versions = [int(version) for version in payload.versions[: self._old]]
 
     def prompt(self) -> list[int]:
         """The prompt and all tokens so far."""
@@ -168,13 +156,9 @@ class Sample:
     def _append(self, token: int, logprob: float) -> None:
         if not -1e30 < logprob <= 1e-3:
             raise RunFailed(f"{self.request.request_id}: a token has a log-prob of {logprob}")
-        sampling = self.request.sampling
         self.ids.append(token)
         self.logprobs.append(logprob)
-        if token in self._stop_ids or self._stops.check(self.ids, sampling.stop):
-            self.reason = "stop"
-        elif len(self.ids) >= sampling.max_tokens:
-            self.reason = "length"
+        self.reason = _reason_to_end(self.request.sampling, self.ids, self._stop_ids, self._stops)
 
     def _payload(self, spans: Spans) -> Payload:
         versions = np.empty(len(self.ids), np.int32)
@@ -184,6 +168,19 @@ class Sample:
         for version, start in spans:
             versions[self._old + start :] = int(version)
         return Payload(np.array(self.ids, np.int32), np.array(self.logprobs, np.float32), versions)
+
+
+def _stop_ids(sampling: Sampling, eos: int | None) -> frozenset[int]:
+    return frozenset(sampling.stop_token_ids if eos is None else (*sampling.stop_token_ids, eos))
+
+
+def _reason_to_end(
+    sampling: Sampling, ids: Sequence[int], stop_ids: frozenset[int], stops: StopStrings
+) -> FinishReason | None:
+    """Why a sample ends with its newest token; None if it goes on."""
+    if ids[-1] in stop_ids or stops.check(ids, sampling.stop):
+        return "stop"
+    return "length" if len(ids) >= sampling.max_tokens else None
 
 
 def _structured(structure: Structure | None) -> Any:

@@ -93,6 +93,7 @@ def start_vllm(
         "worker_extension_cls": "offbeat.weights.vllm_transfer.Staging",
         # Only our own logger of steps runs, and prints nothing.
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
         **device_args(device, devices, memory_share),
     }
     llm = _launch(arguments, engine_args, device, setting, meter)

@@ -101,7 +101,7 @@ class ManifestTransfer(WeightTransferEngine):  # type: ignore[misc]
 
     def stage(self, manifest: Manifest) -> None:
         """Begins to read a version; one that was staged before and not loaded is forgotten."""
-        self._reading = _Reading(manifest)
+        self._reading = _Reading(manifest, self.device)
 
     def staged(self) -> str | None:
         """None while the version is read, "" when it is there, else why it is not."""
@@ -167,8 +167,9 @@ class Staging:
 class _Reading:
     """A version on its way into this process, on a thread of its own."""
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, device: torch.device) -> None:
         self.manifest = manifest
+        self._device = device
         self._tensors: Mapping[str, torch.Tensor] | None = None
         self._error: Exception | None = None
         # A daemon: a sender that never comes must not keep the process alive.
@@ -188,6 +189,8 @@ class _Reading:
 
     def _read(self) -> None:
         try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # each thread has its own
             self._tensors = load_manifest(self.manifest)
         except Exception as error:  # boundary: the engine asks for it, and is told
             self._error = error
