@@ -17,7 +17,7 @@ Three things run at once and none waits for another without need:
   the validations that are due between two publications, so that each sees exactly one version.
 
 This file knows roles, not where they live: `cluster/local.py` runs them in one process,
-`cluster/` as Ray actors.
+`cluster/actors.py` and its neighbours as Ray actors.
 """  # noqa: E501
 
 from __future__ import annotations

@@ -137,8 +137,8 @@ def kill_one(process: subprocess.Popen[str], actor: str, replicas: int) -> float
 
 
 def test_own_cluster_on_which_an_engine_and_a_scorer_are_killed(project: Project) -> None:
-    """Offbeat starts Ray itself. The engine is replaced, the other scorer takes over; nothing is
-    discarded, and the run goes on until it is told to end."""
+    """Offbeat starts Ray itself. The engine is replaced, the other scorer takes over until the
+    killed one is back; nothing is discarded, and the run goes on until it is told to end."""
     path = project(
         ("rule", "scorer"), cluster__backend="ray", cluster__slots=5, rollout__replicas=2,
         rollout__max_tokens=24, reward__scorer__replicas=2, train__steps=100_000,
