@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from offbeat.records import Span
+from offbeat.track.drift import DriftWatch
 from offbeat.track.metrics import MetricsWriter, read_metrics
 from offbeat.track.summary import RunStats, build_summary, write_summary
 
 KEYS = {
     "status", "steps", "wall_seconds", "groups", "staleness", "validation", "rewards",
-    "throughput", "busy", "overlap", "sync",
+    "throughput", "busy", "overlap", "sync", "drift",
 }  # fmt: skip
 
 
@@ -74,6 +75,38 @@ def test_a_finished_run() -> None:
     assert summary["sync"]["pause_mean_s"] == pytest.approx(0.2)
     assert summary["sync"]["pause_max_s"] == 0.3
     assert stats.boundary.errors == 0
+
+
+def test_drift_is_counted_by_cause_and_its_last_sentence_kept() -> None:
+    stats = RunStats(bound=2, started=1000.0)
+    said = [None, "temperature: 1.4 times", "temperature: 1.5 times", "stale KV cache: x", None]
+    for step, drift in enumerate(said):
+        stats.step(
+            record(
+                step, 0.5, drift=drift, logprob_diff_mean=float(step), logprob_diff_exact=step < 3
+            )
+        )
+    stats.step(record(5, 0.5, logprob_diff_mean=None))  # nothing was compared
+    summary = build_summary(stats, status="finished", now=1010.0)
+    assert summary["drift"] == {
+        "steps": 3,
+        "causes": {"temperature": 2, "stale KV cache": 1},
+        "last": "stale KV cache: x",
+        "compared_steps": 3,
+        "logprob_diff_mean": 1.0,
+    }
+
+
+def test_drift_is_said_when_it_begins_and_when_it_ends() -> None:
+    watch = DriftWatch()
+    said = ["a: 1", "a: 2", None, "a: 3", "b: 1", "a: 4", None, None, None, None, "a: 5"]
+    lines = [watch.step(step, diagnosis) for step, diagnosis in enumerate(said)]
+    assert [(step, line) for step, line in enumerate(lines) if line] == [
+        (0, "drift at step 1: a: 1"),
+        (4, "drift at step 5: b: 1"),
+        (8, "drift has ended (a, b): engine and trainer agree for 3 steps"),
+        (10, "drift at step 11: a: 5"),
+    ]
 
 
 def test_nothing_scored_is_no_value_and_not_zero() -> None:

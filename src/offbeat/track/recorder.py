@@ -10,6 +10,7 @@ from typing import Any, Protocol, TextIO
 
 from offbeat.records import Batch, Reward, Span
 from offbeat.track.console import Console
+from offbeat.track.drift import DriftWatch
 from offbeat.track.metrics import MetricsWriter
 from offbeat.track.samples import SampleWriter
 from offbeat.track.summary import RunStats, build_summary, write_summary
@@ -35,11 +36,23 @@ class StepFacts(Protocol):
     @property
     def ratio_mean(self) -> float: ...
     @property
+    def ratio_outside(self) -> float: ...
+    @property
     def clip_fraction(self) -> float: ...
     @property
     def logprob_diff_mean(self) -> float: ...
     @property
     def logprob_diff_p99(self) -> float: ...
+    @property
+    def logprob_diff_max(self) -> float: ...
+    @property
+    def logprob_diff_outside(self) -> float: ...
+    @property
+    def logprob_diff_tokens(self) -> int: ...
+    @property
+    def logprob_diff_exact(self) -> bool: ...
+    @property
+    def drift(self) -> str | None: ...
     @property
     def seconds(self) -> float: ...
 
@@ -101,6 +114,7 @@ class Recorder:
         self._replicas = replicas
         self._metrics = MetricsWriter(run_dir)
         self._samples = SampleWriter(run_dir)
+        self._drift = DriftWatch()
         self._stats = RunStats(bound, self.started)
         self._console = Console(total_steps, stream, replicas=replicas, started=started)
 
@@ -146,9 +160,15 @@ class Recorder:
             "grad_norm": result.grad_norm,
             "learning_rate": result.learning_rate,
             "ratio_mean": result.ratio_mean,
+            "ratio_outside": result.ratio_outside,
             "clip_fraction": result.clip_fraction,
             "logprob_diff_mean": result.logprob_diff_mean,
             "logprob_diff_p99": result.logprob_diff_p99,
+            "logprob_diff_max": result.logprob_diff_max,
+            "logprob_diff_outside": result.logprob_diff_outside,
+            "logprob_diff_tokens": result.logprob_diff_tokens,
+            "logprob_diff_exact": result.logprob_diff_exact,
+            "drift": result.drift or None,
             "tokens": result.tokens,
             "generated_tokens": tally.generated_tokens,
             "groups": len(batch.groups),
@@ -160,6 +180,9 @@ class Recorder:
         self._metrics.write(record)
         self._stats.step(record)
         self._console.step(record)
+        told = self._drift.step(batch.step, record["drift"])
+        if told is not None:
+            self.say(told)
         self._samples.write(batch)
 
     def tail(

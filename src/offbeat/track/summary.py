@@ -7,6 +7,7 @@ Means are over scored values only: a failed or abstained reward enters none of t
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.records import Span
+from offbeat.track.drift import drift_summary
 from offbeat.track.metrics import TelemetryBoundary, plain
 from offbeat.track.overlap import busy, overlap, steady_window
 
@@ -37,6 +39,8 @@ class _Step:
     failed: Mapping[str, Mapping[str, int]]
     staleness: Mapping[int, int]
     staleness_max: int | None
+    drift: str | None
+    difference: float | None
 
 
 class RunStats:
@@ -120,7 +124,17 @@ def _kept(record: Record) -> _Step:
         failed={name: counts["failed"] for name, counts in outcomes.items()},
         staleness={int(key): count for key, count in staleness["histogram"].items()},
         staleness_max=staleness["max"],
+        drift=record.get("drift"),
+        difference=_difference(record),
     )
+
+
+def _difference(record: Record) -> float | None:
+    """The mean |trainer - engine| of a step that was compared under the tokens' own weights."""
+    value = record.get("logprob_diff_mean")
+    if value is None or not math.isfinite(value) or not record.get("logprob_diff_exact", True):
+        return None
+    return float(value)
 
 
 def build_summary(
@@ -154,6 +168,7 @@ def build_summary(
         "busy": busy(spans, *window, replicas),
         "overlap": overlap(spans, *window),
         "sync": _sync(stats.pauses),
+        "drift": drift_summary([(step.drift, step.difference) for step in steps]),
     }
     if error is not None:
         summary["error"] = error

@@ -44,6 +44,8 @@ MOST_TOKENS = 2048
 SHARE = 0.15
 """Input tokens of the probe to those of the step: a forward pass is a third of a step's work."""
 TIME_SHARE = 0.05
+FREE_SECONDS = 0.02
+"""Of a step's time a probe may take so much on average, beyond seconds that are not counted."""
 ENOUGH_TOKENS = 256
 """Tokens of the current version (or a quarter of all) that make a probe needless."""
 
@@ -138,8 +140,9 @@ class DriftMeter:
     """Compares engine and trainer at every step, before the update; remembers the diagnosis.
 
     A probe runs where the current version made too few of the step's tokens, and takes at most 5 %
-    of the time: one that took longer is followed by steps without. Those, and steps whose versions
-    are all gone, are compared under the newest weights, and keep the last diagnosis.
+    of the time (and 20 ms, for tiny steps): one that took longer is followed by steps without.
+    Those, and steps whose versions are all gone, are compared under the newest weights if there is
+    nothing better, and keep the last diagnosis.
     """
 
     def __init__(
@@ -178,7 +181,7 @@ class DriftMeter:
             except (OffbeatError, OSError, RuntimeError) as error:
                 # boundary: a measurement that fails (no memory) never ends training
                 log.warning("engine and trainer were not compared: %s", error)
-            self._credit -= time.perf_counter() - started
+            self._credit -= max(0.0, time.perf_counter() - started - FREE_SECONDS)
         if not stats.tokens:
             stats = everything
         if stats.exact and stats.tokens >= MIN_TOKENS:
