@@ -98,7 +98,9 @@ def test_a_version_stays_as_published_while_training_goes_on(sender):
     for step in (4, 2, 3):
         assert torch.equal(load_manifest(manifests[step])["w"], torch.full((1000,), float(step)))
         assert torch.equal(sender.recall(PolicyVersion(0, step))["w"][:2], torch.full((2,), step))
-    with pytest.raises(OffbeatError, match=r"0\.1 from the trainer.*has only versions 0\.2, 0\.3, 0\.4"):
+    with pytest.raises(
+        OffbeatError, match=r"0\.1 from the trainer.*has only versions 0\.2, 0\.3, 0\.4"
+    ):
         load_manifest(manifests[1])
 
 
