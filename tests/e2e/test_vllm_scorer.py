@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForSequenceClassification,
+    DebertaV2Config,
     LlamaConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -272,11 +273,20 @@ def test_what_no_start_is_needed_for(tmp_path: Path) -> None:
     bare = make_tiny_model(tmp_path / "bare")
     LlamaConfig.from_pretrained(bare, num_labels=1).save_pretrained(bare)
     fine = make_decoder(tmp_path / "fine", LlamaConfig, "right")
+    narrow = make_tiny_scorer(tmp_path / "narrow", hidden=32)
+    foreign = make_tiny_scorer(tmp_path / "foreign")
+    kind = DebertaV2Config(
+        vocab_size=512, hidden_size=64, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=64, num_labels=1, dtype="float32",
+    )  # fmt: skip
+    AutoModelForSequenceClassification.from_config(kind).save_pretrained(foreign)
     for path, settings, words in (
         (two, {}, r"two has 2 labels"),
         (bare, {}, r"bare has no trained weights for score"),
         (tmp_path / "absent", {}, r"absent"),
         (fine, {"engine_args": {"max_num_seqz": 3}}, r"reward\.scorer\.engine_args\.max_num_seqz"),
+        (narrow, {}, r"heads of .*narrow are 16 wide"),
+        (foreign, {}, r"vLLM refuses .*foreign as a scorer .*DebertaV2ForSeq.* not supported"),
         (fine, {"engine_args": {"dtype": "half"}}, r"set reward\.scorer\.dtype instead"),
     ):
         with pytest.raises(UserError, match=words):

@@ -184,13 +184,26 @@ class VllmScorer:
                 f"{self._setting}: vLLM refuses {self._path} as a scorer with engine_args = "
                 f"{self._section.engine_args} ({_short(error)}); mend them, or {TRANSFORMERS}"
             ) from error
+        if device == "cpu":
+            self._check_heads(config.model_config.get_head_size())
         try:
             return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         except RuntimeError as error:
-            raise RunFailed(
-                f"reward.{self._name}: vLLM did not start with {self._path} ({_short(error)}); "
-                "what its processes wrote says more"
+            raise UserError(
+                f"{self._setting}: vLLM does not start with {self._path} ({_short(error)}); what "
+                f"its processes wrote says why; mend that, or {TRANSFORMERS}"
             ) from error
+
+    def _check_heads(self, size: int) -> None:
+        """Of another size vLLM starts, and its first row ends its process."""
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        known = CPUAttentionBackend.get_supported_head_sizes()
+        if size not in known:
+            raise UserError(
+                f"{self._setting}: the attention heads of {self._path} are {size} wide, vLLM on a "
+                f"CPU knows {', '.join(map(str, known))}; {TRANSFORMERS}"
+            )
 
     async def _know_processes(self) -> None:
         """Whose CPU seconds count; and whether the model classifies at all."""
@@ -267,4 +280,5 @@ class VllmScorer:
 
 
 def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+    """vLLM's words on one line, without its list of all that it supports."""
+    return " ".join(str(error).partition("Supported architectures")[0].split())[:300]
