@@ -97,6 +97,10 @@ def judge_engine(
         on_update="recompute",
         threads=section.threads,
         logs=log_folder(config),
+        engine=section.engine,
+        engine_args=section.engine_args,
+        memory_share=section.memory_share,
+        devices=section.devices_per_replica,
     )
 
 
