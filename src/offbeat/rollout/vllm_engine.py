@@ -294,9 +294,8 @@ class VllmEngine:
             if sample.reason is not None and not stopped:
                 stopped = True
                 await llm.abort(sample.name)  # its last output, with the versions, comes at once
-            told = sample.progress(_versions_so_far(llm, sample.name))
-            if told is not None:
-                put(told)
+            if sample.due and (so_far := _versions_so_far(llm, sample.name)) is not None:
+                put(sample.progress(so_far))
         raise RunFailed(f"{self._name}: vLLM ended {sample.name} without a word")
 
     def _explain(self, sample: Sample, error: Exception) -> BaseException:

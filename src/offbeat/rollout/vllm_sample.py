@@ -124,13 +124,16 @@ class Sample:
             if self.reason is None:
                 self._append(int(token), float(logprob))
 
-    def progress(self, spans: Spans | None) -> Progress | None:
-        """What is known so far, if it is time to tell and the versions are known."""
-        every, size = self.request.snapshot_every, len(self.ids)
-        if not every or self.reason is not None or size - self._told < every or spans is None:
-            return None
-        self._told = size
-        return Progress(self.request.request_id, self.index, size, self._payload(spans))
+    @property
+    def due(self) -> bool:
+        """Whether it is time to tell of its progress."""
+        every = self.request.snapshot_every
+        return bool(every) and self.reason is None and len(self.ids) - self._told >= every
+
+    def progress(self, spans: Spans) -> Progress:
+        """All tokens so far; `spans` are the versions of those since it was given to vLLM."""
+        self._told = len(self.ids)
+        return Progress(self.request.request_id, self.index, self._told, self._payload(spans))
 
     def completion(self, spans: Spans, version: int) -> Completion:
         """The finished sample; `version` stands in where it has no token."""
@@ -140,10 +143,8 @@ class Sample:
             index=self.index,
             text=self._decode(self.ids),
             tokens=len(self.ids),
-            version_min=int(payload.versions.min(initial=np.iinfo(np.int32).max))
-            if self.ids
-            else version,
-            version_max=int(payload.versions.max(initial=-1)) if self.ids else version,
+            version_min=min(payload.versions.tolist(), default=version),
+            version_max=max(payload.versions.tolist(), default=version),
             finish_reason=self.reason or "aborted",
             ref=payload,
         )
