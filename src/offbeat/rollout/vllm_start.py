@@ -90,6 +90,8 @@ def start_vllm(
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
         "weight_transfer_config": {"backend": PLUGIN},
+        # A weak judge would fill its verdict with the white space that JSON allows between words.
+        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
         "worker_extension_cls": "offbeat.weights.vllm_transfer.Staging",
         # Only our own logger of steps runs, and prints nothing.
         "disable_log_stats": True,
