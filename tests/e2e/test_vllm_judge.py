@@ -60,11 +60,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Judge]:
     tokenizer = make_tokenizer()
     make_model(tokenizer).save_pretrained(path)
     tokenizer.save_pretrained(path)
-    # JSON without white space: a random model would fill its 40 tokens with it.
-    compact = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
-    engine = VllmEngine(
-        str(path), role="reward/judge", seats=16, max_context=768, engine_args=compact
-    )
+    engine = VllmEngine(str(path), role="reward/judge", seats=16, max_context=768)
     with asyncio.Runner() as runner:
         try:
             runner.run(engine.start())
