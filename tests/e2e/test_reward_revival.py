@@ -105,9 +105,13 @@ def test_one_of_two_judges_and_one_of_two_scorers_are_killed(project: Project) -
     )  # fmt: skip
 
     def kill(process: subprocess.Popen[str]) -> list[psutil.Process]:
+        (judge,) = processes_of(process, "reward/judge/1")
+        # what an engine's core becomes whose engine was killed: it holds the devices still
+        orphan = subprocess.Popen(["sleep", "600"], env={TAG: judge.environ()[TAG]})
         return [
-            signal_to(process, replica, signal.SIGKILL)
-            for replica in ("reward/judge/1", "reward/scorer/0")
+            signal_to(process, "reward/judge/1", signal.SIGKILL),
+            signal_to(process, "reward/scorer/0", signal.SIGKILL),
+            psutil.Process(orphan.pid),
         ]
 
     back = {("reward/judge", 1), ("reward/scorer", 0)}

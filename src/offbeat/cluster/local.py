@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Replica = TypeVar("Replica", Engine, Scorer)
 STOP_SECONDS = 10.0
+START_SECONDS = 60.0  # for a replacement's start that nobody waits for any more
 
 
 class LocalTrainer:
@@ -50,7 +51,8 @@ class LocalTrainer:
 
 class LocalReplicas:
     """Engines and reward replicas of this process, started one by one: loading models is not
-    thread-safe in transformers."""
+    thread-safe in transformers. A start cannot be broken off in its thread: whoever waits for it
+    may leave, and what came up all the same is stopped."""
 
     def __init__(self, config: Config, run: RunSpec) -> None:
         self._config, self._run = config, run
@@ -68,6 +70,7 @@ class LocalReplicas:
         self._all += [replica for part in self.judges.values() for replica in part]
         self._all += [replica for part in self.scorers.values() for replica in part]
         self._one_by_one = asyncio.Lock()
+        self._starting: asyncio.Task[None] | None = None  # the newest replacement's
 
     async def start(self) -> Standing:
         """Starts all; returns those of the reward sources."""
@@ -85,7 +88,9 @@ class LocalReplicas:
         return await self._again(self.engines, index, lambda: self._policy(index))
 
     async def stop(self) -> None:
-        """Ends all that were ever started."""
+        """Ends all that were ever started, also what still starts."""
+        if self._starting is not None:
+            await _ended(self._starting, seconds=START_SECONDS)
         await _ended(*(replica.stop() for replica in self._all))
 
     async def _replace_judge(self, name: str, index: int) -> Engine:
@@ -98,10 +103,13 @@ class LocalReplicas:
         self, replicas: list[Replica], index: int, make: Callable[[], Replica]
     ) -> Replica:
         async with self._one_by_one:
+            if self._starting is not None:
+                await asyncio.wait([self._starting])
             await _ended(replicas[index].stop())
             replicas[index] = fresh = make()
-            self._all.append(fresh)  # a start that is cancelled goes on in its thread
-            await fresh.start()
+            self._all.append(fresh)
+            self._starting = asyncio.create_task(fresh.start())
+            await asyncio.shield(self._starting)
             return fresh
 
     def _policy(self, index: int) -> Engine:
@@ -144,8 +152,8 @@ async def local_roles(config: Config, run: RunSpec) -> AsyncIterator[Roles]:
                 trainer.core.close()
 
 
-async def _ended(*work: Awaitable[None]) -> None:
+async def _ended(*work: Awaitable[None], seconds: float = STOP_SECONDS) -> None:
     """Waits until all have ended, one way or another, but not for ever."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(STOP_SECONDS):
+        async with asyncio.timeout(seconds):
             await asyncio.gather(*work, return_exceptions=True)
