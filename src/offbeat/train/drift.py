@@ -145,9 +145,10 @@ def diagnose(stats: DriftStats, context: DriftContext) -> str | None:
             f"{context.temperature:g}; {size}"
         )
     if _is_rough(context):
+        rough = "model.dtype" if context.engine_dtype == "float32" else "rollout.dtype"
         return (
             f"engine numerics: the engine computes in {context.engine_dtype}, the trainer in "
-            f'{context.trainer_dtype}; {size}; rollout.dtype = "float32" is exact'
+            f'{context.trainer_dtype}; {size}; {rough} = "float32" is exact'
         )
     return (
         f"unexplained: engine and trainer differ under the same weights; {size}; check that every "
