@@ -74,6 +74,7 @@ def test_a_finished_run() -> None:
     assert summary["sync"]["n"] == 2
     assert summary["sync"]["pause_mean_s"] == pytest.approx(0.2)
     assert summary["sync"]["pause_max_s"] == 0.3
+    assert summary["sync"]["engines"] == {"0": {"n": 2, "pause_median_s": pytest.approx(0.2)}}
     assert stats.boundary.errors == 0
 
 

@@ -41,13 +41,11 @@ from offbeat.records import (
 from offbeat.rollout.stop_strings import StopStrings
 from offbeat.rollout.vllm_sample import Sample, Spans, check, samples_of
 from offbeat.rollout.vllm_spans import StepMeter
-from offbeat.rollout.vllm_start import Started, start_vllm
+from offbeat.rollout.vllm_start import STOP_SECONDS, Started, start_on_thread
 
 T = TypeVar("T")
 Item = Completion | Progress | BaseException
 DEATH_POLL_SECONDS = 0.2
-# vLLM's workers on the CPU do not end by themselves; there is nothing to save in them.
-STOP_SECONDS = 1.0
 LONGEST_STAGE_POLL = 0.05
 
 
@@ -112,7 +110,7 @@ class VllmEngine:
         """Starts vLLM's processes; returns when requests are taken."""
         if self._started is not None:
             raise RunFailed(f"{self._name} was started before")
-        started = await asyncio.to_thread(start_vllm, meter=self._meter, **self._settings)
+        started = await start_on_thread(meter=self._meter, **self._settings)
         self._started = started
         self._stops = StopStrings(started.decode)
         self._meter.busy = lambda: bool(self._running)

@@ -1,10 +1,11 @@
 """Starts vLLM: from an engine's settings to its processes, and what the engine must know of them.
 
-Blocks for as long as vLLM takes to start (15-60 s); call it on a thread.
+That blocks for as long as vLLM takes (15-60 s), so it runs on a thread.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ from offbeat.rollout.vllm_args import (
 from offbeat.rollout.vllm_spans import StepLogger, StepMeter
 
 
+# vLLM's workers on the CPU do not end by themselves; there is nothing to save in them.
+STOP_SECONDS = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Started:
     """A running vLLM. `shapes` are those of the tensors in the model's directory, if known."""
@@ -51,6 +56,23 @@ class Started:
                     f"version {manifest.version}: {name} has shape {tuple(entry.shape)}, "
                     f"the engine's {shape}"
                 )
+
+
+async def start_on_thread(**settings: Any) -> Started:
+    """`start_vllm` beside the loop. Whoever gives up waiting finds nothing of vLLM's left, neither
+    started nor starting: another may take its devices."""
+    starting = asyncio.ensure_future(asyncio.to_thread(start_vllm, **settings))
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await asyncio.shield(asyncio.create_task(_give_up(starting)))
+        raise
+
+
+async def _give_up(starting: asyncio.Future[Started]) -> None:
+    await asyncio.wait([starting])
+    if not starting.cancelled() and starting.exception() is None:
+        await asyncio.to_thread(starting.result().llm.shutdown, STOP_SECONDS)
 
 
 def start_vllm(

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from offbeat.records import Span
@@ -60,7 +61,7 @@ class RunStats:
         self.groups: dict[str, Any] = {"admitted": 0, "trained": 0, "discarded": {}, "live": 0}
         self.outcomes: dict[str, dict[str, Any]] = {}  # of reward sources; else from the steps
         self.validations: dict[int, dict[str, Any]] = {}
-        self.pauses: list[float] = []
+        self.pauses: list[tuple[int, float]] = []  # of (engine, seconds), one a sync
         self._spans: deque[Span] = deque(maxlen=SPAN_LIMIT)
 
     @property
@@ -101,7 +102,7 @@ class RunStats:
     def sync(self, record: Record) -> None:
         """Take a weight sync's record: pause_seconds of one engine."""
         with self.boundary:
-            self.pauses.append(float(record["pause_seconds"]))
+            self.pauses.append((int(record.get("replica", 0)), float(record["pause_seconds"])))
 
     def spans(self, spans: Iterable[Span]) -> None:
         """Take spans."""
@@ -254,9 +255,19 @@ def _throughput(steps: Sequence[_Step], started: float, wall: float) -> dict[str
     }
 
 
-def _sync(pauses: Sequence[float]) -> dict[str, float | int | None]:
+def _sync(pauses: Sequence[tuple[int, float]]) -> dict[str, Any]:
+    """How long generation stood still for a weight sync: over all, and of each engine."""
+    all_of_them = [seconds for _, seconds in pauses]
+    engines = {
+        replica: [seconds for which, seconds in pauses if which == replica]
+        for replica in sorted({replica for replica, _ in pauses})
+    }
     return {
         "n": len(pauses),
-        "pause_mean_s": sum(pauses) / len(pauses) if pauses else None,
-        "pause_max_s": max(pauses, default=None),
+        "pause_mean_s": sum(all_of_them) / len(pauses) if pauses else None,
+        "pause_max_s": max(all_of_them, default=None),
+        "engines": {
+            str(replica): {"n": len(found), "pause_median_s": median(found)}
+            for replica, found in engines.items()
+        },
     }
