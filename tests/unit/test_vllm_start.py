@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from offbeat.errors import RunFailed
+from offbeat.records import GenerateRequest, Manifest, PolicyVersion, Sampling
 from offbeat.rollout import vllm_start
+from offbeat.rollout.stop_strings import StopStrings
 from offbeat.rollout.vllm_engine import VllmEngine
+from offbeat.rollout.vllm_start import Started
 
 
 def engine() -> VllmEngine:
@@ -40,5 +46,63 @@ def test_a_start_that_nobody_waits_for_leaves_no_vllm(
                 await engine().start()
         assert over
         assert len(stopped) == (ends == "up")
+
+    asyncio.run(main())
+
+
+class Silent:
+    """An `AsyncLLM` that takes requests, gives nothing, and fails to put new weights in."""
+
+    errored = False
+    output_handler = None
+
+    async def generate(self, prompt: Any, params: Any, name: str) -> AsyncGenerator[Any]:
+        await asyncio.Event().wait()
+        yield
+
+    async def collective_rpc(self, method: str, args: Any = ()) -> list[str]:
+        return [""]
+
+    async def pause_generation(self, **how: Any) -> None:
+        pass
+
+    start_weight_update = pause_generation
+
+    async def update_weights(self, request: Any) -> None:
+        raise RuntimeError("version 0.1 lacks lm_head.weight")
+
+    def shutdown(self, timeout: float) -> None:
+        self.errored = True
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("how", ["a load that fails on its way in", "a stop after the core died"])
+def test_the_engines_end_is_told_to_whoever_waits_for_a_sample(how: str) -> None:
+    pytest.importorskip("vllm")
+    held, llm = engine(), Silent()
+    shapes: dict[str, tuple[int, ...]] = {}
+    held._started = Started(llm, 32, 100, None, lambda ids: "", shapes)
+    held._stops = StopStrings(lambda ids: "")
+    request = GenerateRequest("r", np.ones(4, np.int32), 2, Sampling(8))
+
+    async def main() -> None:
+        async def ask() -> list[Any]:
+            return [item async for item in held.generate(request)]
+
+        waiting = asyncio.create_task(ask())
+        await asyncio.sleep(0.05)
+        assert (await held.health()).running == 2
+        if "load" in how:
+            manifest = Manifest(PolicyVersion(0, 1), "full", "", {})
+            with pytest.raises(RunFailed, match=r"failed to load version 0\.1: version 0\.1 lacks"):
+                await held.load(manifest)
+            says = r"failed to load version 0\.1"
+        else:
+            llm.errored = True
+            await held.stop()
+            says = "not running"
+        with pytest.raises(RunFailed, match=says):
+            async with asyncio.timeout(2):
+                await waiting
 
     asyncio.run(main())

@@ -271,6 +271,9 @@ class VllmEngine:
             put(sample.completion(spans, self._version.step))
         except OffbeatError as error:
             put(error)
+        except asyncio.CancelledError:  # by the engine's end, if the owner still waits
+            put(self._error or RunFailed(f"{self._name} is not running"))
+            raise
         except Exception as error:  # boundary: whatever vLLM raises, the request's owner is told
             put(self._explain(sample, error))
 
@@ -351,6 +354,8 @@ class VllmEngine:
                 self._error = RunFailed(
                     f"{self._name} failed to load version {manifest.version}: {_first_line(error)}"
                 )
+            for task in self._running.values():
+                task.cancel()  # vLLM tells nobody whose request it drops
             await asyncio.to_thread(llm.shutdown, STOP_SECONDS)
             raise self._error from error
 

@@ -29,7 +29,6 @@ from offbeat.rollout.vllm_args import (
 )
 from offbeat.rollout.vllm_spans import StepLogger, StepMeter
 
-
 # vLLM's workers on the CPU do not end by themselves; there is nothing to save in them.
 STOP_SECONDS = 1.0
 
