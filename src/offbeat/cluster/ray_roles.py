@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -138,7 +138,7 @@ class _Starter:
             .remote(config, run)
         )
         self.waiting = "engines and reward replicas"
-        await asyncio.gather(*(result(handle.start.remote()) for handle in replicas))
+        await started(replicas, one_by_one=config.cluster.single_device)
         self.waiting = "the rollouter's reward loop and prompts"
         total = planned_steps(
             config, await result(self.rollouter.start.remote(judges, scorers, pools))
@@ -187,6 +187,18 @@ class _Starter:
         for handle in [*self.handles, self.rollouter, self.trainer]:
             if handle is not None:
                 ray.kill(handle)
+
+
+async def started(replicas: Sequence[ActorHandle], *, one_by_one: bool) -> None:
+    """Starts replicas, all at once where each has a device of its own.
+
+    On a shared one vLLM measures what is free, and fails if others take or give memory meanwhile.
+    """
+    if one_by_one:
+        for handle in replicas:
+            await result(handle.start.remote())
+    else:
+        await asyncio.gather(*(result(handle.start.remote()) for handle in replicas))
 
 
 def _leave(pools: dict[str, ResourcePool]) -> None:

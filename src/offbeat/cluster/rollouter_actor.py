@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -46,6 +46,8 @@ class RollouterActor:
         self._side = RolloutSide(config, run)
         self._run = run
         self._task: asyncio.Task[None] | None = None
+        # On a single device what crashes one replica may crash all: they start one after another.
+        self._turn = asyncio.Lock() if config.cluster.single_device else contextlib.nullcontext()
 
     async def start(
         self,
@@ -59,12 +61,12 @@ class RollouterActor:
         async def replace_engine(name: str, index: int) -> Engine:
             spec = judge_engine(name, config.active_rewards[name], config, run, index)
             start = partial(start_engine, spec, pools[f"reward/{name}"], run, named=False)
-            return RayEngine(await start_again(handles[name], index, start), payloads=False)
+            return RayEngine(await self._again(handles[name], index, start), payloads=False)
 
         async def replace_scorer(name: str, index: int) -> Scorer:
             spec = scorer_spec(name, config.active_rewards[name], config, run, index)
             start = partial(start_scorer, spec, pools[f"reward/{name}"], run, named=False)
-            return RayScorer(await start_again(handles[name], index, start))
+            return RayScorer(await self._again(handles[name], index, start))
 
         return await self._side.start(
             Standing(
@@ -83,7 +85,7 @@ class RollouterActor:
 
         async def replace(index: int) -> Engine:
             start = partial(start_engine, specs[index], pool, self._run, named=False)
-            return RayEngine(await start_again(handles, index, start), payloads=True)
+            return RayEngine(await self._again(handles, index, start), payloads=True)
 
         engines = [RayEngine(handle, payloads=True) for handle in handles]
         core = self._side.build(engines, total_steps, replace, ledger)
@@ -91,6 +93,12 @@ class RollouterActor:
         gc.freeze()  # prompts and modules stay: a full collection over them would hold the loop up
         self._task = asyncio.create_task(core.run())
         await core.running.wait()
+
+    async def _again(
+        self, handles: list[ActorHandle], index: int, start: Callable[[], ActorHandle]
+    ) -> ActorHandle:
+        async with self._turn:
+            return await start_again(handles, index, start)
 
     @property
     def _core(self) -> Rollouter:
