@@ -13,15 +13,18 @@ vLLM calls `register` in each of its processes through the entry point group
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from multiprocessing import parent_process
+from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -41,6 +44,7 @@ from offbeat.weights.transport import load_manifest
 
 BACKEND = "offbeat"
 EXTENSION = "offbeat.weights.vllm_transfer.Staging"
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def register() -> None:
@@ -198,4 +202,15 @@ class _Reading:
 
 def _die_with(parent: Any) -> None:
     parent.join()
-    os._exit(1)
+    try:
+        _unlink_rings()
+    finally:
+        os._exit(1)
+
+
+def _unlink_rings() -> None:
+    """Removes the shared memory through which vLLM's processes speak, whoever made it: with the
+    parent gone nobody does, and the process that would tidy up may have been killed, too."""
+    for found in gc.get_objects():
+        if type(found) is ShmRingBuffer and hasattr(found, "shared_memory"):
+            (SHARED_MEMORY / found.shared_memory.name).unlink(missing_ok=True)
