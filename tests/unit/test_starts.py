@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("ray")
-from offbeat.cluster import actors, ray_roles
+from offbeat.cluster import ray_roles
 from offbeat.cluster.rollouter_actor import RollouterActor
 from offbeat.cluster.specs import RunSpec
 from offbeat.config_file import load_config
@@ -48,14 +49,14 @@ def test_when_several_are_started_again(
 ) -> None:
     more = {"cluster__single_device": True, "train__max_staleness": 0} if single else {}
     config = load_config(project(**more))
-    monkeypatch.setattr(actors.ray, "kill", lambda handle: None)
+    monkeypatch.setattr("ray.kill", lambda handle: None)
     rollouter = RollouterActor(config, RunSpec("run-1", "cpu", config.run_dir))
     seen = [0, 0, 0]
     handles: list[Any] = [Starting(seen) for _ in range(2)]
 
     async def main() -> None:
-        again = (rollouter._again(handles, i, lambda: Starting(seen)) for i in range(2))  # type: ignore[arg-type]
-        await asyncio.gather(*again)
+        start: Any = partial(Starting, seen)
+        await asyncio.gather(*(rollouter._again(handles, i, start) for i in range(2)))
 
     asyncio.run(main())
     assert seen == [0, at_once, 2]
