@@ -104,7 +104,7 @@ def complete(
     return texts
 
 
-def load(folder: str, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(folder: str, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model directory's model, ready to generate, and its tokenizer."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=pick_dtype(dtype))
@@ -116,7 +116,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a Hugging Face model directory")
     parser.add_argument("--n", type=int, default=task.VALIDATION_ROWS, help="how many problems")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    parser.add_argument(
+        "--dtype", default="float32", choices=("auto", "float32", "bfloat16"),
+        help="to compute in: that of the run's engines (rollout.dtype) gives the run's number",
+    )  # fmt: skip
     parser.add_argument("--threads", type=int, default=1, help="on a busy machine 1 is fastest")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
