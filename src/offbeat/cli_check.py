@@ -13,12 +13,12 @@ import os
 import textwrap
 import time
 from collections.abc import Container, Mapping, Sequence
-from pathlib import Path
 
 import httpx
 import numpy as np
 
 from offbeat.cli_cluster import PROBE_SECONDS, Assumed, Say, check_devices, check_engines
+from offbeat.cli_models import check_models
 from offbeat.config import Config, RewardSourceSection, Section
 from offbeat.data import (
     Row,
@@ -31,7 +31,6 @@ from offbeat.data import (
     select_rows,
 )
 from offbeat.errors import UserError
-from offbeat.model_files import check_weights
 from offbeat.records import Prompt, ScoreItem
 from offbeat.reward.function import WorkerFailed, WorkerProcess
 from offbeat.reward.template import TemplateFailed, TextTemplate
@@ -63,9 +62,7 @@ def preflight(
         if source.kind == "genrm" and source.base_url is not None:
             told = f"{source.base_url} is not asked from here"
             say(f"reward/{name}: {told if elsewhere else probe_judge(name, source)}")
-        if source.has_pool:
-            _check_weights(Path(source.model or ""), f"reward.{name}.model", elsewhere)
-    _check_weights(config.model.path, "model.path", elsewhere)
+    check_models(config, assumed=elsewhere)
     _check_prompts(config, {"train": rows, "validation": held_out}, say, warn or say)
 
 
@@ -75,11 +72,6 @@ def _rows(config: Config, split: Split, elsewhere: bool) -> Sequence[Row]:
     if elsewhere and path is not None and not path.exists():
         return []
     return select_rows(config, split)[1]
-
-
-def _check_weights(model: Path, key: str, elsewhere: bool) -> None:
-    if model.exists() or not elsewhere:
-        check_weights(model, key)
 
 
 _FUNCTION = ("function", "workers")

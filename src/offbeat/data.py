@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from offbeat.config import Config
 from offbeat.errors import UserError
+from offbeat.model_files import read_tokenizer
 from offbeat.records import IntArray, Messages, Prompt
 
 Split = Literal["train", "validation"]
@@ -174,16 +175,9 @@ def planned_steps(config: Config, total: int) -> int:
 
 def load_tokenizer(config: Config) -> Tokenizer:
     """The policy's tokenizer, from its directory and nowhere else."""
-    from transformers import AutoTokenizer
-
     path = config.model.tokenizer or config.model.path
-    try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"model.tokenizer: {path} holds no tokenizer that loads ({reason}); save one there"
-        ) from None
+    tokenizer: Tokenizer = read_tokenizer(path, "model.tokenizer")
+    return tokenizer
 
 
 def select_rows(config: Config, split: Split) -> tuple[Path, list[Row]]:

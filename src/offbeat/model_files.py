@@ -1,10 +1,11 @@
-"""Whether a model directory's weights are there and whole, seen without torch."""
+"""Whether a model directory's files are there and whole, seen without torch."""
 
 from __future__ import annotations
 
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 from offbeat.errors import UserError
 
@@ -20,6 +21,40 @@ def check_weights(model: Path, key: str) -> None:
         wrong = _wrong(file)
         if wrong is not None:
             raise UserError(f"{key}: {file} {wrong}; {MEND}")
+
+
+def architectures(model: Path, key: str) -> list[str]:
+    """The classes that a directory's config.json names, `[]` if none; it must be a JSON object."""
+    file = model / "config.json"
+    try:
+        described = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{key}: {file} cannot be read ({error}); {MEND}") from None
+    except ValueError as error:
+        raise UserError(f"{key}: {file} is not valid JSON ({error}); {MEND}") from None
+    if not isinstance(described, dict):
+        raise UserError(f"{key}: {file} is not a JSON object; {MEND}")
+    names = described.get("architectures")
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def read_tokenizer(path: Path, key: str) -> Any:
+    """The tokenizer in a directory; `UserError` naming the setting `key` if there is none.
+
+    Where a vocabulary is missing, transformers makes an empty one for some models, to which every
+    text is the same unknown token.
+    """
+    from transformers import AutoTokenizer
+
+    reason = "it has no vocabulary; is tokenizer.json missing?"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        if len(tokenizer) > len(tokenizer.all_special_tokens):
+            return tokenizer
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        if any(path.glob("token*")) or any(path.glob("*.model")):
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    raise UserError(f"{key}: {path} holds no tokenizer that loads ({reason}); save one there")
 
 
 def _wrong(file: Path) -> str | None:

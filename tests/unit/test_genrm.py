@@ -292,7 +292,7 @@ def test_built_in_needs(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="at least one engine"):
         EngineBackend([], Letters(), section())
     source = build_source("judge", section(), engines=[FakeEngine()], tokenizer_path=tmp_path)
-    with pytest.raises(UserError, match="no tokenizer in"):
+    with pytest.raises(UserError, match="holds no tokenizer that loads"):
         asyncio.run(source.start())
 
 

@@ -14,6 +14,7 @@ from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from offbeat.errors import OffbeatError, UserError
+from offbeat.model_files import read_tokenizer
 from offbeat.records import ScoreItem
 
 
@@ -98,13 +99,7 @@ def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, ask: b
 
 def load_tokenizer(path: str | Path, setting: str, *, chat: bool) -> Any:
     """The tokenizer in a model directory; with `chat` it needs a chat template."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path))
-    except (OSError, ValueError, KeyError) as error:
-        short = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"{setting}: no tokenizer in {path} ({short})") from error
+    tokenizer = read_tokenizer(Path(path), setting)
     if chat and not tokenizer.chat_template:
         raise UserError(
             f"{setting}: the tokenizer in {path} has no chat template; set chat = false"

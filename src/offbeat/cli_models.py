@@ -1,0 +1,60 @@
+"""The part of `check` about model directories: all that a replica would refuse, before it starts.
+
+Reads the weights' headers, config.json and the tokenizer; never a weight. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from offbeat.config import Config, RewardSourceSection
+from offbeat.errors import UserError
+from offbeat.model_files import architectures, check_weights
+
+CLASSIFIER = "ForSequenceClassification"
+
+
+def check_models(config: Config, *, assumed: bool) -> None:
+    """Raises `UserError` for a model that cannot play its role; on an assumed cluster a directory
+    may be missing here, and is not looked at then."""
+    for name, source in config.active_rewards.items():
+        if source.has_pool and not _elsewhere(Path(source.model or ""), assumed):
+            _check_reward_model(name, source)
+    if not _elsewhere(config.model.path, assumed):
+        _check_generates(config.model.path, "model.path")
+        check_weights(config.model.path, "model.path")
+
+
+def _elsewhere(model: Path, assumed: bool) -> bool:
+    return assumed and not model.exists()
+
+
+def _check_generates(model: Path, key: str) -> None:
+    names = architectures(model, key)
+    if names and all(name.endswith(CLASSIFIER) for name in names):
+        raise UserError(
+            f"{key}: the model in {model} classifies ({', '.join(names)}) and writes no text; give "
+            "a causal language model"
+        )
+
+
+def _check_reward_model(name: str, source: RewardSourceSection) -> None:
+    """The tokenizer is loaded as the replica loads it, so that both refuse the same."""
+    key, model = f"reward.{name}.model", Path(source.model or "")
+    if source.kind == "genrm":
+        _check_generates(model, key)
+    else:
+        architectures(model, key)
+    check_weights(model, key)
+    from offbeat.reward.scorer import load_config
+    from offbeat.reward.structure import check_spelling, structure_of
+    from offbeat.reward.template import load_tokenizer
+
+    try:
+        if source.kind == "disrm":
+            load_config(str(model), key)
+        tokenizer = load_tokenizer(model, key, chat=source.chat)
+    except ImportError:
+        return  # said where the prompts are not tokenised
+    if source.kind == "genrm":
+        check_spelling(structure_of(source), tokenizer, name)
