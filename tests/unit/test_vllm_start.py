@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from offbeat.errors import RunFailed
-from offbeat.records import GenerateRequest, Manifest, PolicyVersion, Sampling
+from offbeat.records import GenerateRequest, Manifest, PolicyVersion, Sampling, TensorEntry
 from offbeat.rollout import vllm_start
 from offbeat.rollout.stop_strings import StopStrings
 from offbeat.rollout.vllm_engine import VllmEngine
-from offbeat.rollout.vllm_start import Started
+from offbeat.rollout.vllm_start import Started, tensor_shapes
 
 
 def engine() -> VllmEngine:
@@ -48,6 +51,32 @@ def test_a_start_that_nobody_waits_for_leaves_no_vllm(
         assert len(stopped) == (ends == "up")
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_what_the_trainer_publishes_fits_files_that_are_named_otherwise(
+    tmp_path: Path, kind: str
+) -> None:
+    """Llama 2's files hold a buffer that no model has; GPT-2's are those of the base model."""
+    tensors = {"layers.0.q.weight": torch.ones(3, 2), "norm.weight": torch.ones(2)}
+    if kind == "llama":
+        stored = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        stored["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    else:
+        stored = tensors | {"layers.0.attn.bias": torch.ones(1, 1, 8, 8)}
+    save_file(stored, tmp_path / "model.safetensors")
+    started = Started(None, 32, 100, None, lambda ids: "", tensor_shapes(tmp_path))
+
+    def published(named: Mapping[str, torch.Tensor]) -> Manifest:
+        shapes = {f"model.{name}": tuple(tensor.shape) for name, tensor in named.items()}
+        entries = {name: TensorEntry("float32", shape, 0) for name, shape in shapes.items()}
+        return Manifest(PolicyVersion(0, 1), "full", "there", entries)
+
+    started.check(published(tensors))
+    with pytest.raises(RunFailed, match=r"lacks .*norm\.weight"):
+        started.check(published({"layers.0.q.weight": torch.ones(3, 2)}))
+    with pytest.raises(RunFailed, match="shape"):
+        started.check(published(tensors | {"norm.weight": torch.ones(3)}))
 
 
 class Silent:

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from offbeat.errors import RunFailed, UserError
-from offbeat.records import Manifest
+from offbeat.records import Manifest, TensorEntry
 from offbeat.rollout.vllm_args import (
     INSTALL,
     PLUGIN,
@@ -29,6 +29,8 @@ from offbeat.rollout.vllm_args import (
 )
 from offbeat.rollout.vllm_spans import StepLogger, StepMeter
 
+# Buffers that old files hold; neither transformers nor vLLM reads them.
+NOT_READ = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 # vLLM's workers on the CPU do not end by themselves; there is nothing to save in them.
 STOP_SECONDS = 1.0
 
@@ -47,7 +49,7 @@ class Started:
     def check(self, manifest: Manifest) -> None:
         """Refuses weights that are not this model's, before any is touched."""
         for name, shape in self.shapes.items():
-            entry = manifest.tensors.get(manifest.tied.get(name, name))
+            entry = _entry(manifest, name)
             if entry is None:
                 raise RunFailed(f"version {manifest.version} in {manifest.path} lacks {name}")
             if tuple(entry.shape) != shape:
@@ -146,15 +148,23 @@ def resolve_dtype(name: str, device: str) -> str:
 
 
 def tensor_shapes(model: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors in a model directory's safetensors files."""
+    """Names and shapes of the weights in a model directory's safetensors files."""
     found: dict[str, tuple[int, ...]] = {}
     for file in sorted(model.glob("*.safetensors")):
         with file.open("rb") as opened:
             header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
         for name, entry in header.items():
-            if name != "__metadata__":
+            if name != "__metadata__" and not name.endswith(NOT_READ):
                 found[name] = tuple(entry["shape"])
     return found
+
+
+def _entry(manifest: Manifest, name: str) -> TensorEntry | None:
+    """What is published for a file's tensor, whose name may lack the base model's, as GPT-2's."""
+    if (entry := manifest.tensors.get(manifest.tied.get(name, name))) is not None:
+        return entry
+    longer = [entry for full, entry in manifest.tensors.items() if full.endswith(f".{name}")]
+    return longer[0] if len(longer) == 1 else None
 
 
 def _read(model_path: str, tokenizer_path: str) -> tuple[Any, Any]:
