@@ -324,8 +324,8 @@ class Config(Section):
             named = " + ".join(f"{key}.memory_share {share:g}" for key, share in shares.items())
             raise ValueError(
                 f"cluster.single_device = true leaves the trainer no memory on the device: {named} "
-                f"come to more than {SINGLE_DEVICE_SHARE:g}; lower them, for example to "
-                f"{SINGLE_DEVICE_SHARE * 0.75 / len(shares):.2g} each"
+                f"is more than {SINGLE_DEVICE_SHARE:g}; lower that, for example to "
+                f"{SINGLE_DEVICE_SHARE * 0.75 / len(shares):.2g}{' each' * (len(shares) > 1)}"
             )
         return self
 

@@ -129,10 +129,11 @@ def _read(path: Path) -> Raw:
         raise UserError(f"{path} does not exist; `offbeat init DIR` writes one to start") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
+    form = "JSON" if path.suffix == ".json" else "TOML"
     try:
-        raw = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        raw = json.loads(text) if form == "JSON" else tomllib.loads(text)
     except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from None
+        raise UserError(f"{path} is not valid {form}: {error}") from None
     if not isinstance(raw, dict):
         raise UserError(f"{path} must hold a table of settings")
     if "validation" in raw:
@@ -205,13 +206,15 @@ def _typed(field: FieldInfo, text: str | None, option: str) -> Any:
         raise UserError(f"{option} has no value; it must be {kind}")
     if text.lower() in {"none", "null"} and field.default is None:
         return None
-    if "a list of" not in kind:
+    table = kind == "a table"
+    if not table and "a list of" not in kind:
         return text
-    if text.lstrip().startswith("["):
+    if table or text.lstrip().startswith("["):
         try:
             return json.loads(text)
         except json.JSONDecodeError:
-            raise UserError(f"{option} = {text} must be {kind}") from None
+            example = """, written as JSON: '{"name": 1}'""" if table else ""
+            raise UserError(f"{option} = {text} must be {kind}{example}") from None
     return [part.strip() for part in text.split(",")] if text else []
 
 
@@ -308,8 +311,8 @@ Generated from the schema by `python -m offbeat.config_file`; do not edit.
 A run is one TOML file. `offbeat check run.toml` prints what comes out of it. Any setting can be
 given on the command line instead: `--train.learning_rate 1e-5`, `--reward.judge.weight=0.5`,
 `--run second`; hyphens and underscores are the same there, lists are written `a,b` or as JSON,
-and `none` takes an optional setting back. Relative paths, in the file and in overrides, are
-relative to the file's folder. Unknown keys are refused.
+tables (`engine_args`) as JSON, and `none` takes an optional setting back. Relative paths, in the
+file and in overrides, are relative to the file's folder. Unknown keys are refused.
 
 To train from some of the configured rewards only: `--use_rewards judge` (or `judge,scorer`).
 """
