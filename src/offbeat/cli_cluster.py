@@ -26,7 +26,7 @@ from offbeat.cluster.plan import (
     reserved,
     resource_map,
 )
-from offbeat.config import Config, RewardSourceSection, RolloutSection
+from offbeat.config import SINGLE_DEVICE_SHARE, Config, RewardSourceSection, RolloutSection
 from offbeat.errors import UserError
 
 Say = Callable[[str], None]
@@ -74,6 +74,8 @@ def check_devices(config: Config, say: Say, assumed: Assumed | None = None) -> N
     if config.cluster.backend == "local":
         if kind == "cuda" and not cuda_devices():
             raise UserError("cluster.device = cuda, and no NVIDIA GPU is seen here; set it to cpu")
+        if kind == "cuda":
+            _check_local_memory(config)
         say("backend local: all of them run in this one process and alternate on its devices")
         return
     address = os.environ.get("RAY_ADDRESS")
@@ -118,6 +120,18 @@ def _check_single_device(config: Config, kind: Kind, say: Say) -> None:
             'GPU once, and cluster.single_device has one; set it to "folder" or "ipc"'
         )
     say(TAKE_TURNS)
+
+
+def _check_local_memory(config: Config) -> None:
+    """In one process everything computes on the first GPU, the trainer too."""
+    engines = [(k, s.memory_share, s.replicas) for k, s, _ in _models(config) if s.engine == "vllm"]
+    if sum(share * number for _, share, number in engines) > SINGLE_DEVICE_SHARE + 1e-9:
+        named = " + ".join(f"{key}.memory_share {share:g} x {n}" for key, share, n in engines)
+        raise UserError(
+            'cluster.backend = "local" puts every model on the first GPU, and '
+            f"{named} come to more than {SINGLE_DEVICE_SHARE:g} of its memory, so that the trainer "
+            'has too little; lower them, or set cluster.backend to "ray"'
+        )
 
 
 def _check_nodes(config: Config, placement: Placement, say: Say) -> None:
