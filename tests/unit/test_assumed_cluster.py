@@ -183,7 +183,7 @@ def test_without_vllm_it_is_a_note_for_elsewhere_and_a_refusal_here(
         model(far.parent / "models" / name, 12)
     err = said(capsys, far, "--cluster.device", "cpu", "--cluster.slots", "15", code=2)
     assert 'rollout.engine = "vllm", and vLLM is not installed' in err
-    assert "offbeat[vllm]" in err
+    assert "-e '.[vllm]'" in err
 
 
 def test_engine_args_are_checked_by_name_where_vllm_is(

