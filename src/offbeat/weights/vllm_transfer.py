@@ -18,8 +18,9 @@ import json
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from multiprocessing import parent_process
+from multiprocessing import parent_process, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,11 @@ def _die_with(parent: Any) -> None:
 def _unlink_rings() -> None:
     """Removes the shared memory through which vLLM's processes speak, whoever made it: with the
     parent gone nobody does, and the process that would tidy up may have been killed, too."""
+    tracker: Any = resource_tracker._resource_tracker
     for found in gc.get_objects():
         if type(found) is ShmRingBuffer and hasattr(found, "shared_memory"):
-            (SHARED_MEMORY / found.shared_memory.name).unlink(missing_ok=True)
+            name = found.shared_memory.name
+            with suppress(FileNotFoundError):
+                (SHARED_MEMORY / name).unlink()
+                if tracker._fd is not None and tracker._check_alive():  # it would warn of a leak
+                    tracker.unregister(f"/{name}", "shared_memory")
