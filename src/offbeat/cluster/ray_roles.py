@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -41,6 +42,7 @@ from offbeat.errors import OffbeatError, UserError
 log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 256 << 20  # token arrays only; weights go through files
 STOP_SECONDS = 20.0
+REPLICA_STOP_SECONDS = 10.0
 
 
 def connect(config: Config, kind: str) -> None:
@@ -176,7 +178,7 @@ class _Starter:
         }
 
     async def stop(self) -> None:
-        """Asks the rollouter and trainer to finish, then ends every process."""
+        """Asks the rollouter and trainer to finish, then the replicas, and ends every process."""
         last = [h.stop.remote() for h in [self.rollouter] if h is not None]
         last += [h.close.remote() for h in [self.trainer] if h is not None]
         try:
@@ -184,6 +186,11 @@ class _Starter:
                 await asyncio.gather(*last, return_exceptions=True)
         except TimeoutError:
             log.warning("rollouter and trainer did not stop within %.0f s", STOP_SECONDS)
+        with contextlib.suppress(TimeoutError):  # vLLM's processes hold shared memory: let them go
+            async with asyncio.timeout(REPLICA_STOP_SECONDS):
+                await asyncio.gather(
+                    *(h.stop.remote() for h in self.handles), return_exceptions=True
+                )
         for handle in [*self.handles, self.rollouter, self.trainer]:
             if handle is not None:
                 ray.kill(handle)
