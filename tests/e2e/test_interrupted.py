@@ -65,7 +65,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # two cores may be sh
 def cluster() -> Iterator[None]:
     os.environ["RAY_AUTH_MODE"] = "disabled"
     ray.init(
-        num_cpus=2, resources={"offbeat_slot": REPLICAS}, include_dashboard=False,
+        address="local", num_cpus=2, resources={"offbeat_slot": REPLICAS}, include_dashboard=False,
         object_store_memory=128 << 20, log_to_driver=False,
     )  # fmt: skip
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # no worker can import it
