@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+
+# Where the tests run in the background of a script, children would inherit that Ctrl-C is ignored.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 for _key, _value in {
     "OMP_NUM_THREADS": "1",
