@@ -98,7 +98,7 @@ def test_without_vllm_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     scorer = make_scorer(ScorerSpec("scorer", 0, section(make_tiny_scorer(tmp_path / "m")), "cpu"))
 
     async def main() -> None:
-        with pytest.raises(UserError, match=r"pip install 'offbeat\[vllm\]'"):
+        with pytest.raises(UserError, match=r"-e '\.\[vllm\]' \(GPU\)"):
             await scorer.start()
         with pytest.raises(RunFailed, match=r"the scorer of reward\.scorer is not running"):
             await scorer.logits([])
