@@ -27,48 +27,33 @@ if TYPE_CHECKING:
 
 def make_engine(spec: EngineSpec) -> Engine:
     """An engine that is not started yet."""
+    common: dict[str, Any] = {
+        "tokenizer_path": spec.tokenizer_path,
+        "role": spec.role,
+        "replica": spec.replica,
+        "seats": spec.seats,
+        "max_context": spec.max_context,
+        "seed": spec.seed,
+        "dtype": spec.dtype,
+        "device": spec.device,
+        "on_update": spec.on_update,
+        "threads": spec.threads,
+        "version": PolicyVersion(spec.lineage, 0),
+    }
     if spec.engine == "vllm":
-        return _vllm_engine(spec)
+        from offbeat.rollout.vllm_engine import VllmEngine
+
+        return VllmEngine(
+            spec.model_path,
+            devices=spec.devices,
+            memory_share=spec.memory_share,
+            engine_args=spec.engine_args,
+            **common,
+        )
     from offbeat.rollout.transformers_engine import TransformersEngine
     from offbeat.weights.transport import load_manifest
 
-    return TransformersEngine(
-        spec.model_path,
-        tokenizer_path=spec.tokenizer_path,
-        role=spec.role,
-        replica=spec.replica,
-        seats=spec.seats,
-        max_context=spec.max_context,
-        seed=spec.seed,
-        dtype=spec.dtype,  # type: ignore[arg-type]
-        device=spec.device,  # type: ignore[arg-type]
-        on_update=spec.on_update,  # type: ignore[arg-type]
-        threads=spec.threads,
-        version=PolicyVersion(spec.lineage, 0),
-        load_manifest=load_manifest,
-    )
-
-
-def _vllm_engine(spec: EngineSpec) -> Engine:
-    from offbeat.rollout.vllm_engine import VllmEngine
-
-    return VllmEngine(
-        spec.model_path,
-        tokenizer_path=spec.tokenizer_path,
-        role=spec.role,
-        replica=spec.replica,
-        seats=spec.seats,
-        max_context=spec.max_context,
-        seed=spec.seed,
-        dtype=spec.dtype,  # type: ignore[arg-type]
-        device=spec.device,  # type: ignore[arg-type]
-        on_update=spec.on_update,  # type: ignore[arg-type]
-        threads=spec.threads,
-        version=PolicyVersion(spec.lineage, 0),
-        devices=spec.devices,
-        memory_share=spec.memory_share,
-        engine_args=spec.engine_args,
-    )
+    return TransformersEngine(spec.model_path, load_manifest=load_manifest, **common)
 
 
 def make_scorer(spec: ScorerSpec) -> Scorer:
