@@ -28,6 +28,8 @@ from offbeat.rollout.vllm_args import (
     set_environment,
 )
 from offbeat.rollout.vllm_spans import StepLogger, StepMeter
+from offbeat.train.model import resolve_dtype
+from offbeat.weights.packed import dtype_name
 
 # Buffers that old files hold; neither transformers nor vLLM reads them.
 NOT_READ = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
@@ -105,7 +107,7 @@ def start_vllm(
     arguments: dict[str, Any] = {
         "model": model_path,
         "tokenizer": tokenizer_path or model_path,
-        "dtype": resolve_dtype(dtype, device),
+        "dtype": dtype_name(resolve_dtype(dtype, torch.device(device))),
         "seed": engine_seed(seed, role, replica),
         "max_model_len": context,
         "max_num_seqs": seats,
@@ -134,17 +136,6 @@ def start_vllm(
         decode=partial(_decode, tokenizer),
         shapes=tensor_shapes(Path(model_path)),
     )
-
-
-def resolve_dtype(name: str, device: str) -> str:
-    """ "auto" is bfloat16 where the device computes it natively, else float32."""
-    if name != "auto":
-        return name
-    if device == "cuda":
-        native = torch.cuda.is_bf16_supported()
-    else:
-        native = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return "bfloat16" if native else "float32"
 
 
 def tensor_shapes(model: Path) -> dict[str, tuple[int, ...]]:
