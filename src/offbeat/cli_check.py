@@ -60,8 +60,9 @@ def preflight(
     for name, source in config.active_rewards.items():
         _check_template(config, name, source, rows, say)
         if source.kind == "genrm" and source.base_url is not None:
-            told = f"{source.base_url} is not asked from here"
-            say(f"reward/{name}: {told if elsewhere else probe_judge(name, source)}")
+            for url in source.base_urls:
+                told = f"{url} is not asked from here"
+                say(f"reward/{name}: {told if elsewhere else probe_judge(name, source, url)}")
     check_models(config, assumed=elsewhere)
     _check_prompts(config, {"train": rows, "validation": held_out}, say, warn or say)
 
@@ -240,9 +241,9 @@ def _check_template(
     say(f"{key} on the first row, reference answer:\n" + textwrap.indent(text, "  | "))
 
 
-def probe_judge(name: str, source: RewardSourceSection) -> str:
+def probe_judge(name: str, source: RewardSourceSection, url: str) -> str:
     """Asks an external judge's server for its models; `UserError` with the address if down."""
-    base = (source.base_url or "").rstrip("/")
+    base = url.rstrip("/")
     key = os.environ.get(source.api_key_env, "") if source.api_key_env else ""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     where = f"reward.{name}.base_url = {base!r}"

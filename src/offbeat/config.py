@@ -66,6 +66,12 @@ class DataSection(Section):
     question_column: str = Field(
         "question", description="what templates show as question; default the prompt itself"
     )
+    reward_column: str = Field(
+        "reward", description="names of the reward sources of that row, a text or a list"
+    )
+    source_column: str = Field(
+        "data_source", description="by whose values validation is told apart; may be absent"
+    )
     epochs: Positive = Field(1, description="passes over the training prompts at most")
     shuffle: bool = Field(True, description="seeded order a pass; false: the file's order")
     limit: Positive | None = Field(None, description="use only the first rows")
@@ -200,8 +206,18 @@ class WeightsSection(Section):
 
 
 class ValidateSection(Section):
-    """Greedy validation on held-out prompts, by the rollout engines or engines of its own."""
+    """Validation on held-out prompts, with an exact checker and the run's reward sources."""
 
+    on: Literal["rollout", "dedicated", "train"] = Field(
+        "rollout",
+        description="who answers: the rollout engines beside rollout; engines on a pool of their "
+        "own; the trainer's devices between two steps",
+    )
+    samples: Positive = Field(1, description="of one prompt; with more than 1 pass@k is told")
+    temperature: Annotated[float, Field(ge=0, le=2)] = Field(0.0, description="0: greedy")
+    rewards: bool = Field(True, description="score the answers with the reward sources, too")
+    replicas: Positive = Field(1, description='engines of on = "dedicated"')
+    devices_per_replica: Positive = Field(1, description='devices of one of on = "dedicated"')
     every: Annotated[int, Field(ge=0)] = Field(0, description="steps between; 0: only the ends")
     function: str | None = Field(
         None, description="exact checker, file.py:name; its mean is the metric `accuracy`"
@@ -245,6 +261,11 @@ class Config(Section):
     weights: WeightsSection = WeightsSection.model_validate({})
     use_rewards: tuple[str, ...] | None = Field(
         None, description="names of the reward sources to use; default: all that are configured"
+    )
+    combine: Literal["sum", "gdpo"] = Field(
+        "sum",
+        description="of the sources: a weighted sum, or each normalised within the group first "
+        "(arXiv 2601.05242)",
     )
     reward: dict[str, RewardSourceSection] = Field(
         default_factory=dict, description="the reward sources by name"

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from offbeat.config import Config, RewardSourceSection, Section
+from offbeat.config_reward import READY_TEMPLATES
 from offbeat.config_schema import allowed, field_of, nearest, settings_of, takes
 from offbeat.errors import UserError
 
@@ -94,12 +95,7 @@ def check_files(config: Config, path: Path, absent: Callable[[str], None] | None
     ):
         if value is not None and not value.exists():
             gone(key, value, wanted)
-    for name, source in config.active_rewards.items():
-        if source.template is not None and not source.template.is_file():
-            raise UserError(
-                f"{path}: reward.{name}.template = {str(source.template)!r} does not exist; set it "
-                "to a Jinja file"
-            )
+    _check_reward_files(config, path, gone)
     for name, variable in _keys_not_set(config):
         if absent is None:
             raise UserError(
@@ -107,6 +103,19 @@ def check_files(config: Config, path: Path, absent: Callable[[str], None] | None
                 "which is not set; export it with the endpoint's key"
             )
         absent(f"the environment variable {variable}")
+
+
+def _check_reward_files(config: Config, path: Path, gone: Callable[[str, Path, str], None]) -> None:
+    """Templates must be here; anchors may be told as missing by `gone`."""
+    for name, source in config.active_rewards.items():
+        template = source.template
+        if template is not None and str(template) not in READY_TEMPLATES and not template.is_file():
+            raise UserError(
+                f"{path}: reward.{name}.template = {str(template)!r} does not exist; set it to a "
+                f"Jinja file, or to one of the ready ones: {', '.join(READY_TEMPLATES)}"
+            )
+        if source.anchors is not None and not source.anchors.is_file():
+            gone(f"reward.{name}.anchors", source.anchors, "a JSONL file of graded answers")
 
 
 def _keys_not_set(config: Config) -> list[tuple[str, str]]:
@@ -280,7 +289,8 @@ def _resolved(section: S, base: Path) -> S:
         elif name == "reward":
             updates[name] = {source: _resolved(table, base) for source, table in value.items()}
         elif isinstance(value, Path):
-            updates[name] = _absolute(value, base)
+            ready = name == "template" and str(value) in READY_TEMPLATES
+            updates[name] = value if ready else _absolute(value, base)
         elif name == "function" and value is not None:
             file, colon, function = value.rpartition(":")
             if file.endswith(".py"):

@@ -17,7 +17,12 @@ from offbeat.config_base import (
     Positive,
     Seconds,
     Section,
+    Share,
 )
+
+Parser = Literal["number", "last_number", "json", "yes_no", "choice", "rubric", "expected"]
+READY_TEMPLATES = ("grade", "grade_reference", "correct", "rubric", "pairwise")
+"""Templates that Offbeat brings along, by name."""
 
 
 class RewardSourceSection(Section):
@@ -31,7 +36,18 @@ class RewardSourceSection(Section):
         default_factory=dict, description="further arguments of vLLM's engine, by their names there"
     )
     memory_share: MemoryShare = Field(0.9, description="share of a GPU's memory that vLLM takes")
-    weight: float = Field(1.0, description="in the sum of sources")
+    weight: float = Field(1.0, description="in the combination of sources")
+    role: Literal["add", "multiply", "veto"] = Field(
+        "add",
+        description="add: a weighted part of the total; multiply: its value times the total of "
+        "the others; veto: below veto_below the others count nothing (docs/rewards.md)",
+    )
+    veto_below: float = Field(0.5, description="a veto's value under which the rest counts nothing")
+    when: dict[str, Any] = Field(
+        default_factory=dict,
+        description='rows that it scores, by column: {task = "math"} or {task = ["a", "b"]}; '
+        "default all. A row's own list of sources (data.reward_column) goes before it",
+    )
     placement: Literal["pool", "colocate"] = Field(
         "pool", description="only pool: a reward model stands on devices of its own"
     )
@@ -41,15 +57,43 @@ class RewardSourceSection(Section):
     retries: Annotated[int, Field(ge=0, le=20)] = Field(2, description="of a failed call")
     deadline_seconds: Seconds = Field(60, description="of one call")
     concurrency: Positive = Field(64, description="calls in flight at most")
+    max_failed_share: Share = Field(
+        0.5, description="of its last 64 scores; with more failures no group is admitted"
+    )
+    patience_seconds: Seconds = Field(
+        600,
+        description="that a run waits for a source that is down or over max_failed_share; "
+        "then it ends, non-zero",
+    )
+    anchors: Path | None = Field(
+        None, description="JSONL of answers with known grades that are judged again and again"
+    )
+    anchors_every: Positive = Field(10, description="steps between two looks at the anchors")
     # function
     function: str | None = Field(None, description="file.py:name or package.module:name")
     workers: Positive = Field(1, description="processes that run the function")
+    style: Literal["offbeat", "trl", "verl"] = Field(
+        "offbeat",
+        description="how it is called: (prompts, completions, **columns); TRL's reward_funcs; "
+        "verl's compute_score(data_source, solution_str, ground_truth, extra_info)",
+    )
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, description="further keyword arguments of the function"
+    )
     # genrm and disrm
     model: str | None = Field(None, description="model directory; with base_url the model's name")
     replicas: Positive = Field(1, description="of the model")
     devices_per_replica: Annotated[int, Field(ge=0)] = Field(1, description="of one replica")
+    pool: str | None = Field(
+        None, description="name of a pool that it shares with other reward sources"
+    )
+    device_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="of one device, for each replica of a source with a shared pool"
+    )
     template: Path | None = Field(
-        None, description="Jinja file with question, answer, reference and columns"
+        None,
+        description="Jinja file with question, answer, reference, rubric and columns, or one of "
+        "the ready ones by name: grade, grade_reference, correct, rubric, pairwise",
     )
     chat: bool = Field(False, description="put the rendered text into the model's chat template")
     dtype: Dtype = Field("float32", description="compute type of the replica")
@@ -57,9 +101,35 @@ class RewardSourceSection(Section):
     seats: Positive = Field(64, description="sequences at once (genrm) or rows a batch (disrm)")
     max_context: Positive = Field(1024, description="tokens of template and verdict together")
     # genrm
-    base_url: str | None = Field(None, description="OpenAI-compatible server, e.g. http://host/v1")
+    base_url: str | tuple[str, ...] | None = Field(
+        None, description="OpenAI-compatible server or servers, e.g. http://host/v1"
+    )
     api_key_env: str | None = Field(None, description="environment variable that holds its key")
-    parser: Literal["number", "yes_no", "json"] = Field("number", description="of the verdict")
+    requests_per_minute: Positive | None = Field(
+        None, description="to one server at most, over all sources that ask it"
+    )
+    tokens_per_minute: Positive | None = Field(
+        None, description="to and from one server at most, over all sources that ask it"
+    )
+    parser: Parser = Field("number", description="of the verdict: docs/rewards.md")
+    choices: dict[str, float] = Field(
+        default_factory=dict,
+        description="verdicts of parser choice or expected with their values, e.g. {A = 1, B = 0}",
+    )
+    rubric: tuple[str, ...] = Field(
+        (), description="criteria that are graded one by one; a row's column rubric goes before it"
+    )
+    votes: Positive = Field(1, description="verdicts on one sample (temperature above 0)")
+    vote: Literal["mean", "median", "majority"] = Field("mean", description="of several votes")
+    pairwise: Literal["circular", "all"] | None = Field(
+        None,
+        description="compare a group's samples, in both orders: each with its neighbour, or every "
+        "pair; the score is the share of comparisons won",
+    )
+    cache: bool = Field(
+        True, description="keep verdicts of temperature 0 on disk (RUNS_DIR/verdicts.sqlite)"
+    )
+    seed: int | None = Field(None, description="of its sampling; default: the run's")
     scale: tuple[float, float] = Field((1.0, 10.0), description="lowest and highest grade")
     max_tokens: Positive = Field(16, description="of a verdict")
     structured: Literal["auto", "on", "off"] = Field(
@@ -73,6 +143,29 @@ class RewardSourceSection(Section):
     over_length: Literal["cut_front", "fail"] = Field(
         "fail", description="a text that is too long: cut its front, or failed(too_long)"
     )
+    label: str | None = Field(
+        None, description="whose logit is the reward, of a model with several: name or number"
+    )
+    label_values: dict[str, float] = Field(
+        default_factory=dict,
+        description="values of the labels: the reward is the expected value under the softmax",
+    )
+    normalize: Literal["none", "affine", "running"] = Field(
+        "none",
+        description="of the scores: affine as set; running: minus mean, by deviation so far",
+    )
+    affine: tuple[float, float] = Field((1.0, 0.0), description="factor and term of affine")
+
+    @property
+    def base_urls(self) -> tuple[str, ...]:
+        """The servers of an external judge; empty for all else."""
+        found = self.base_url
+        return () if found is None else (found,) if isinstance(found, str) else found
+
+    @property
+    def grouped(self) -> bool:
+        """Whether it sees a group's samples together, when all have ended."""
+        return self.kind == "genrm" and self.pairwise is not None
 
     @property
     def has_pool(self) -> bool:
@@ -112,4 +205,30 @@ class RewardSourceSection(Section):
             raise ValueError(NO_ROOM.format(self.max_tokens, "template", self.max_context))
         if self.scale[0] >= self.scale[1]:
             raise ValueError(f"scale = {list(self.scale)} must be lowest, then highest grade")
+        return self
+
+    @model_validator(mode="after")
+    def _readable(self) -> Self:
+        """What a judge's verdicts are read as, and what a scorer's logits are."""
+        if self.kind == "genrm":
+            if self.votes > 1 and self.temperature == 0:
+                raise ValueError(
+                    f"votes = {self.votes} with temperature = 0 would be the same verdict "
+                    f"{self.votes} times; set temperature above 0, or votes to 1"
+                )
+            if self.parser == "choice" and not self.choices and self.pairwise is None:
+                raise ValueError(
+                    'choices is missing; parser = "choice" needs verdicts with their values, '
+                    "e.g. {correct = 1, wrong = 0}"
+                )
+            if self.pairwise is not None and self.parser not in {"number", "choice", "expected"}:
+                raise ValueError(
+                    f'parser = "{self.parser}" reads no preference; leave it out with pairwise, '
+                    'or set it to "expected"'
+                )
+        if self.label is not None and self.label_values:
+            raise ValueError(
+                "label_values and label are both set; the reward is either one label's logit or "
+                "the expected value: leave one out"
+            )
         return self

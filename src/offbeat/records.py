@@ -67,6 +67,8 @@ class Sampling:
     `temperature` 0 is greedy. `stop` strings end a sample (they stay in its text and tokens);
     `stop_token_ids` likewise. `logprobs` recorded are those of the distribution sampled from
     (temperature applied); for greedy ones, of the temperature-1 distribution.
+    `watch` are token ids whose log-probs at the first position come with the completion, of the
+    temperature-1 distribution without any structure.
     """
 
     max_tokens: int
@@ -74,6 +76,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     structure: Structure | None = None
+    watch: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,10 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the rollouter knows of a finished sample. `ref` is a `Payload` or a reference to it."""
+    """What the rollouter knows of a finished sample. `ref` is a `Payload` or a reference to it.
+
+    `watched` are the log-probs of the request's `Sampling.watch`, aligned with it.
+    """
 
     request_id: str
     index: int
@@ -119,6 +125,7 @@ class Completion:
     version_max: int
     finish_reason: FinishReason
     ref: Any
+    watched: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +139,35 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Transcript:
+    """One call of a judge: what it read, what it said, and what that was read as.
+
+    `value` is on the source's 0 to 1, None where the verdict failed by `cause`. `seconds` from
+    asking to the answer; `cached`: it came from the verdict cache, and cost no tokens. Of a
+    comparison `other` is the index of the other sample and `first` says whether the sample itself
+    was shown first.
+    """
+
+    prompt: str
+    raw: str
+    value: float | None = None
+    cause: str | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
+    cached: bool = False
+    other: int | None = None
+    first: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Reward:
     """A typed outcome of one source for one sample. A failure is never a number.
 
     `status` "scored": `value` is finite. "abstained": the source has no opinion. "failed": `cause`
     is a short snake_case word (timeout, unparseable, out_of_range, non_finite, too_long, ...).
+    `spread` is the standard deviation of several votes. `transcripts` are the judge's calls; the
+    reward loop writes them to the run's transcripts and hands rewards on without them.
     """
 
     source: str
@@ -147,6 +178,8 @@ class Reward:
     raw: str = ""
     retries: int = 0
     token_index: int | None = None
+    spread: float | None = None
+    transcripts: tuple[Transcript, ...] = ()
 
     @classmethod
     def scored(cls, source: str, value: float, **more: Any) -> Reward:
@@ -168,20 +201,31 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class ScoreItem:
-    """What a reward source sees of one sample: text only, never policy token ids (D2)."""
+    """What a reward source sees of one sample: text only, never policy token ids (D2).
+
+    `tokens` counts those of the completion, `index` is the sample's in its group.
+    """
 
     prompt: Prompt
     completion: str
     finish_reason: FinishReason = "stop"
+    tokens: int = 0
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One trajectory with its rewards; `total` is the combined reward, None if it was dropped."""
+    """One trajectory with its rewards.
+
+    `total` is the combined reward, None if the sample was dropped. `parts` are the values that
+    each source of role "add" brings to it, after gates and normalisation and before weights;
+    sources without a value are absent.
+    """
 
     completion: Completion
     rewards: Mapping[str, Reward]
     total: float | None
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

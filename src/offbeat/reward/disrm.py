@@ -9,7 +9,7 @@ The reward is the raw logit.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from offbeat.config import RewardSourceSection
 from offbeat.errors import OffbeatError, UserError
@@ -70,6 +70,15 @@ class DisRM:
     async def score(self, items: Sequence[ScoreItem]) -> list[Reward]:
         """Waits in line with all others' items; a scorer takes many at once."""
         return await self._line.ask(items)
+
+    @property
+    def down_since(self) -> float | None:
+        """None: it serves, or says so by failures."""
+        return None
+
+    def facts(self) -> Mapping[str, float]:
+        """Running numbers for metrics."""
+        return {}
 
     async def drain_spans(self) -> list[Span]:
         """The scorers' compute spans since the last call."""

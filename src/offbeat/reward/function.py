@@ -15,7 +15,7 @@ import pickle
 import signal
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +191,15 @@ class FunctionSource:
     async def score(self, items: Sequence[ScoreItem]) -> list[Reward]:
         """Waits in line with all others' items; calls take many at once."""
         return await self._line.ask(items)
+
+    @property
+    def down_since(self) -> float | None:
+        """None: it serves, or says so by failures."""
+        return None
+
+    def facts(self) -> Mapping[str, float]:
+        """Running numbers for metrics."""
+        return {}
 
     async def drain_spans(self) -> list[Span]:
         """The workers' compute spans since the last call."""

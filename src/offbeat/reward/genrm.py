@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from offbeat.config import RewardSourceSection
@@ -73,6 +73,15 @@ class GenRM:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._one(item)) for item in items]
         return [task.result() for task in tasks]
+
+    @property
+    def down_since(self) -> float | None:
+        """None: it serves, or says so by failures."""
+        return None
+
+    def facts(self) -> Mapping[str, float]:
+        """Running numbers for metrics."""
+        return {}
 
     async def drain_spans(self) -> list[Span]:
         """The judge's compute spans, under this source's role."""

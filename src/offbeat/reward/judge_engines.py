@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 from offbeat.config import RewardSourceSection
 from offbeat.errors import OffbeatError, RequestRefused, UserError
 from offbeat.records import Completion, GenerateRequest, Progress, Sampling, Span
-from offbeat.reward.judge import Verdict
+from offbeat.reward.judge import Verdict, Weighed
 from offbeat.reward.pool import CallFailed
 from offbeat.reward.replicas import Replicas
 from offbeat.reward.structure import check_spelling, structure_of
@@ -95,7 +95,7 @@ class EngineBackend:
             )
         check_spelling(self._sampling.structure, self._tokenizer, self._name)
 
-    async def verdict(self, text_prompt: str) -> Verdict:
+    async def verdict(self, text_prompt: str, *, vote: int = 0) -> Verdict:
         """The judge's words; raises `CallFailed`."""
         if self._section.temperature > 0:
             return await self._judge(text_prompt)
@@ -116,6 +116,29 @@ class EngineBackend:
             if not self._readers[text_prompt]:
                 del self._readers[text_prompt], self._shared[text_prompt]
                 task.cancel()
+
+    @property
+    def special_tokens(self) -> Sequence[str]:
+        """The judge's special tokens as text."""
+        return ()
+
+    @property
+    def identity(self) -> str:
+        """The model."""
+        return str(self._section.model)
+
+    @property
+    def down_since(self) -> float | None:
+        """Since when there is nobody to ask."""
+        return None
+
+    def facts(self) -> Mapping[str, float]:
+        """Running numbers for metrics."""
+        return {}
+
+    async def weigh(self, text_prompt: str, verdicts: Sequence[str]) -> Weighed:
+        """The probability of each of the verdicts."""
+        raise NotImplementedError
 
     async def drain_spans(self) -> list[Span]:
         """The engines' spans, numbered by replica."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -10,7 +10,7 @@ import httpx
 from offbeat.config import RewardSourceSection
 from offbeat.errors import UserError
 from offbeat.records import Span
-from offbeat.reward.judge import Verdict
+from offbeat.reward.judge import Verdict, Weighed
 from offbeat.reward.pool import CallFailed, EndpointPool
 from offbeat.reward.structure import server_fields
 
@@ -76,7 +76,7 @@ class HttpBackend:
                 ) from failed
             raise UserError(failed.reason) from failed
 
-    async def verdict(self, text_prompt: str) -> Verdict:
+    async def verdict(self, text_prompt: str, *, vote: int = 0) -> Verdict:
         """The judge's words; raises `CallFailed`."""
         section = self._section
         body: dict[str, Any] = {
@@ -107,6 +107,29 @@ class HttpBackend:
         if text is not None and not isinstance(text, str):
             raise CallFailed("bad_response", "the message's content is not a text", retries)
         return Verdict(text or "", "length" if reason == "length" else "stop", retries)
+
+    @property
+    def special_tokens(self) -> Sequence[str]:
+        """The judge's special tokens as text."""
+        return ()
+
+    @property
+    def identity(self) -> str:
+        """The model."""
+        return str(self._section.model)
+
+    @property
+    def down_since(self) -> float | None:
+        """Since when there is nobody to ask."""
+        return None
+
+    def facts(self) -> Mapping[str, float]:
+        """Running numbers for metrics."""
+        return {}
+
+    async def weigh(self, text_prompt: str, verdicts: Sequence[str]) -> Weighed:
+        """The probability of each of the verdicts."""
+        raise NotImplementedError
 
     async def drain_spans(self) -> list[Span]:
         """None: the server computes elsewhere."""

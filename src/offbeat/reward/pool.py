@@ -65,7 +65,7 @@ class EndpointPool:
         """`pause_seconds` is the first pause before a retry; it doubles. Starts nothing."""
         if section.base_url is None:
             raise UserError(f"reward.{name}.base_url is missing; set it, e.g. http://host:8000/v1")
-        parts = urlsplit(section.base_url)
+        parts = urlsplit(section.base_urls[0])
         if parts.scheme not in {"http", "https"} or not parts.hostname:
             raise UserError(
                 f"reward.{name}.base_url = {section.base_url!r} is not an http address; "

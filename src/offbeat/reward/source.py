@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from offbeat.records import Reward, ScoreItem, Span
@@ -22,6 +22,16 @@ class RewardSource(Protocol):
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Reward]:
         """One `Reward` per item, in order. Deadlines and retries are the source's own."""
+        ...
+
+    @property
+    def down_since(self) -> float | None:
+        """Since when (the event loop's time) nothing could be scored: no replica or server is
+        there; calls wait meanwhile. None while the source serves."""
+        ...
+
+    def facts(self) -> Mapping[str, float]:
+        """Running numbers about the source by name, for metrics (position_bias, limit, ...)."""
         ...
 
     async def drain_spans(self) -> list[Span]:

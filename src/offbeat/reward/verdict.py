@@ -13,7 +13,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Parser = Literal["number", "yes_no", "json"]
+from offbeat.config_reward import Parser
+
 Cause = Literal["unparseable", "out_of_range"]
 
 LONGEST = 20_000
