@@ -63,8 +63,12 @@ class VerdictBackend(Protocol):
         """Ready when this returns."""
         ...
 
-    async def verdict(self, text_prompt: str, *, vote: int = 0) -> Verdict:
-        """The judge's words on one rendered text; `vote` tells draws of one text apart."""
+    async def verdict(self, text_prompt: str, *, vote: int = 0, criteria: int = 0) -> Verdict:
+        """The judge's words on one rendered text; `vote` tells draws of one text apart.
+
+        `criteria` is how many a rubric has for this text: the verdict's form depends on it
+        (`structure_of`, `server_fields`).
+        """
         ...
 
     async def weigh(self, text_prompt: str, verdicts: Sequence[str]) -> Weighed:

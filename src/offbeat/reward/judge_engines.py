@@ -95,7 +95,7 @@ class EngineBackend:
             )
         check_spelling(self._sampling.structure, self._tokenizer, self._name)
 
-    async def verdict(self, text_prompt: str, *, vote: int = 0) -> Verdict:
+    async def verdict(self, text_prompt: str, *, vote: int = 0, criteria: int = 0) -> Verdict:
         """The judge's words; raises `CallFailed`."""
         if self._section.temperature > 0:
             return await self._judge(text_prompt)

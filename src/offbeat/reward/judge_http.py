@@ -76,7 +76,7 @@ class HttpBackend:
                 ) from failed
             raise UserError(failed.reason) from failed
 
-    async def verdict(self, text_prompt: str, *, vote: int = 0) -> Verdict:
+    async def verdict(self, text_prompt: str, *, vote: int = 0, criteria: int = 0) -> Verdict:
         """The judge's words; raises `CallFailed`."""
         section = self._section
         body: dict[str, Any] = {

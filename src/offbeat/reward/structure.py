@@ -21,8 +21,10 @@ DECIMALS = 2
 _SPELT = '{"score": 1234567890.5}'
 
 
-def structure_of(section: RewardSourceSection) -> Structure | None:
+def structure_of(section: RewardSourceSection, criteria: int = 0) -> Structure | None:
     """What an engine of the source's own pool is asked to enforce; None: it writes freely.
+
+    `criteria` is the number of a rubric's criteria where a row has its own, else 0.
 
     "auto" leaves numbers free: their verdicts may give reasons first.
     """
@@ -32,7 +34,7 @@ def structure_of(section: RewardSourceSection) -> Structure | None:
     return _structure(section)
 
 
-def server_fields(section: RewardSourceSection) -> dict[str, Any]:
+def server_fields(section: RewardSourceSection, criteria: int = 0) -> dict[str, Any]:
     """What a chat completion's body says of the form, with structured = "on" only.
 
     JSON by OpenAI's `response_format`. It has no form for a plain yes, no or number: those go by
