@@ -19,6 +19,7 @@ from offbeat.cluster.plan import (
     Placement,
     available_devices,
     check_fits,
+    check_memory,
     check_packs,
     cuda_devices,
     device_kind,
@@ -69,6 +70,7 @@ def check_devices(config: Config, say: Say, assumed: Assumed | None = None) -> N
         return
     kind = device_kind(config)
     plans = plan_pools(config)
+    check_memory(config, kind)
     say("\n" + resource_map(plans, kind, config))
     _check_single_device(config, kind, say)
     if config.cluster.backend == "local":
@@ -99,6 +101,7 @@ def _check_assumed(config: Config, say: Say, assumed: Assumed) -> None:
     kind: Kind = "cpu" if config.cluster.device == "cpu" else "cuda"
     noun = "slot" if kind == "cpu" else "GPU"
     plans = plan_pools(config)
+    check_memory(config, kind)
     placement = check_packs(plans, [assumed.per_node] * assumed.nodes, kind)
     say(
         f"\nassuming {assumed.nodes} node{'s' if assumed.nodes > 1 else ''} of {assumed.per_node} "

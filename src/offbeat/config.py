@@ -6,7 +6,6 @@ Importable without torch and Ray. Unknown keys are refused with the nearest vali
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -23,7 +22,7 @@ from offbeat.config_base import (
     Seconds,
     Section,
 )
-from offbeat.config_reward import RewardSourceSection
+from offbeat.config_reward import SOURCE_NAME, RewardSourceSection, check_shared_pools
 
 __all__ = [
     "ClusterSection",
@@ -41,7 +40,6 @@ __all__ = [
 
 SINGLE_DEVICE_SHARE = 0.8
 """Of a single device's memory: what vLLM's engines may take of it together."""
-SOURCE_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class ModelSection(Section):
@@ -311,6 +309,7 @@ class Config(Section):
                 "use_rewards leaves no reward source with a weight other than 0, so there would be "
                 "nothing to learn; give one of " + ", ".join(self.reward) + " a weight"
             )
+        check_shared_pools(self.reward, self.active_rewards, self.cluster.single_device)
         return self
 
     @model_validator(mode="after")

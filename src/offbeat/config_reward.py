@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -23,6 +25,7 @@ from offbeat.config_base import (
 Parser = Literal["number", "last_number", "json", "yes_no", "choice", "rubric", "expected"]
 READY_TEMPLATES = ("grade", "grade_reference", "correct", "rubric", "pairwise")
 """Templates that Offbeat brings along, by name."""
+SOURCE_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class RewardSourceSection(Section):
@@ -85,10 +88,12 @@ class RewardSourceSection(Section):
     replicas: Positive = Field(1, description="of the model")
     devices_per_replica: Annotated[int, Field(ge=0)] = Field(1, description="of one replica")
     pool: str | None = Field(
-        None, description="name of a pool that it shares with other reward sources"
+        None,
+        description="name of a pool that it shares with the reward sources that name it, too: "
+        "replica i of each lies on the pool's device i",
     )
-    device_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        1.0, description="of one device, for each replica of a source with a shared pool"
+    device_share: Annotated[float, Field(ge=0.01, le=1)] = Field(
+        1.0, description="with pool: the part of one device that each of its replicas has"
     )
     template: Path | None = Field(
         None,
@@ -208,6 +213,32 @@ class RewardSourceSection(Section):
         return self
 
     @model_validator(mode="after")
+    def _placeable(self) -> Self:
+        """What a source of a shared pool is, and only one of them."""
+        if self.pool is None:
+            if self.device_share < 1:
+                raise ValueError(
+                    f"device_share = {self.device_share:g} would leave the rest of its device "
+                    'idle, because no other source is there; name a pool = "..." that it shares, '
+                    "or leave device_share out"
+                )
+            return self
+        if not SOURCE_NAME.fullmatch(self.pool):
+            raise ValueError(f'pool = "{self.pool}" may consist of letters, digits, _ and - only')
+        if not self.has_pool:
+            what = "a function" if self.kind == "function" else "an external judge"
+            raise ValueError(
+                f'pool = "{self.pool}" is for a model on devices of this run, and {what} has none; '
+                "leave it out"
+            )
+        if self.devices_per_replica != 1:
+            raise ValueError(
+                f'devices_per_replica = {self.devices_per_replica} with pool = "{self.pool}", '
+                "where a replica has a share of one device; set it to 1, or leave pool out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _readable(self) -> Self:
         """What a judge's verdicts are read as, and what a scorer's logits are."""
         if self.kind == "genrm":
@@ -232,3 +263,37 @@ class RewardSourceSection(Section):
                 "the expected value: leave one out"
             )
         return self
+
+
+def check_shared_pools(
+    every: Mapping[str, RewardSourceSection],
+    active: Mapping[str, RewardSourceSection],
+    single_device: bool,
+) -> None:
+    """Refuses shared pools that cannot be; `every` source counts for their names, `active` ones
+    for their devices. Raises `ValueError` that begins with a setting's full name."""
+    pools: dict[str, dict[str, float]] = {}
+    for name, source in active.items():
+        pool = source.pool
+        if pool is None:
+            continue
+        if pool in every:
+            raise ValueError(
+                f'reward.{name}.pool = "{pool}" is the name of a reward source, whose own pool is '
+                f"called reward/{pool}; choose a name that no source has"
+            )
+        if single_device:
+            raise ValueError(
+                f'reward.{name}.pool = "{pool}" does not fit cluster.single_device = true, where '
+                "every role has a share of the one device; leave one of the two out"
+            )
+        pools.setdefault(pool, {})[f"reward.{name}.device_share"] = source.device_share
+    for pool, shares in pools.items():
+        # Replica 0 of every source lies on the pool's first device, so it is the fullest.
+        if sum(shares.values()) > 1 + 1e-9:
+            named = " + ".join(f"{key} = {share:g}" for key, share in shares.items())
+            raise ValueError(
+                f"{named} come to {sum(shares.values()):g} of the first device of pool "
+                f'"{pool}", which is more than all of it; lower them, or give one of the sources '
+                "a pool of its own"
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import ray
@@ -33,9 +34,11 @@ def cluster() -> Iterator[None]:
     started.shutdown()
 
 
-def plan(name: str, replicas: int, width: int, *, shared: bool = False) -> PoolPlan:
+def plan(
+    name: str, replicas: int, width: int, within: str | None = None, share: float = 1.0
+) -> PoolPlan:
     settings = (f"{name}.replicas", f"{name}.devices_per_replica")
-    return PoolPlan(name, name, replicas, width, settings, shared)
+    return PoolPlan(name, name, replicas, width, settings, within, share)
 
 
 def where(pool: ResourcePool) -> list[str]:
@@ -94,25 +97,64 @@ def test_what_cannot_be_placed_is_refused_and_nothing_stays_reserved(cluster: No
         remove_pools(held)
 
 
+def actor(pool: ResourcePool, replica: int) -> Any:
+    """An actor of a replica, which says where it is and what it has."""
+
+    class Role:  # in here, so that it travels whole to a process that cannot import the tests
+        def where(self) -> tuple[str, float]:
+            context = ray.get_runtime_context()
+            return str(context.get_node_id()), context.get_assigned_resources().get(SLOT, 0.0)
+
+    return ray.remote(Role).options(**pool.options(replica)).remote()
+
+
 def test_roles_that_share_one_device_are_actors_on_it_at_once(cluster: None) -> None:
     gone()
     names = ("rollout", "train", "reward/judge")
-    plans = [plan(name, 1, 1, shared=True) for name in names]
+    plans = [plan(name, 1, 1, "shared", 1 / 3) for name in names]
     pools = create_pools(plans, "cpu", deadline_seconds=30)
-
-    class Role:
-        def node(self) -> str:
-            return str(ray.get_runtime_context().get_node_id())
-
     try:
         assert len({pool.group.id for pool in pools.values()}) == 1
         assert free() == 2 * PER_NODE - 1
-        actors = [ray.remote(Role).options(**pools[name].options(0)).remote() for name in names]
-        nodes = ray.get([actor.node.remote() for actor in actors], timeout=120)
-        assert set(nodes) == set(where(pools["train"]))
+        actors = [actor(pools[name], 0) for name in names]
+        nodes = ray.get([found.where.remote() for found in actors], timeout=120)
+        assert set(nodes) == {(where(pools["train"])[0], 0.3333)}
         ray.kill(actors[0])  # as an engine that is replaced: its share is free again
-        again = ray.remote(Role).options(**pools["rollout"].options(0)).remote()
-        assert ray.get(again.node.remote(), timeout=120) == nodes[0]
+        again = actor(pools["rollout"], 0)
+        assert ray.get(again.where.remote(), timeout=120) == nodes[0]
+    finally:
+        remove_pools(pools)
+    gone()
+
+
+def test_reward_sources_of_one_pool_have_their_shares_of_its_devices(cluster: None) -> None:
+    """Judges on both devices, a scorer on the first: each replica on its bundle, also again."""
+    gone()
+    plans = [
+        plan("train", 1, 1),
+        plan("reward/judge", 2, 1, "reward/small", 0.65),
+        plan("reward/scorer", 1, 1, "reward/small", 0.35),
+        plan("reward/own", 1, 2),
+    ]
+    pools = create_pools(plans, "cpu", deadline_seconds=30)
+    try:
+        assert free() == 2 * PER_NODE - 5  # train 1, the shared pool 2, the other one 2
+        judge, scorer = pools["reward/judge"], pools["reward/scorer"]
+        assert judge.group.id == scorer.group.id != pools["reward/own"].group.id
+        bundles = where(judge)
+        assert len(bundles) == 2
+        actors = [actor(judge, 0), actor(judge, 1), actor(scorer, 0)]
+        wanted = [(bundles[0], 0.65), (bundles[1], 0.65), (bundles[0], 0.35)]
+        assert ray.get([a.where.remote() for a in actors], timeout=120) == wanted
+        for place, (pool, replica) in enumerate(((judge, 0), (judge, 1), (scorer, 0))):
+            ray.kill(actors[place])  # it comes back where it was, while its neighbours stay
+            actors[place] = actor(pool, replica)
+            assert ray.get(actors[place].where.remote(), timeout=120) == wanted[place]
+        late = actor(scorer, 0)  # the device is full: nothing is put there beyond its shares
+        ready, _ = ray.wait([late.where.remote()], timeout=3)
+        assert ready == []
+        ray.kill(late)
+        assert free() == 2 * PER_NODE - 5
     finally:
         remove_pools(pools)
     gone()

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from offbeat.cluster.plan import PoolPlan, Spot, check_packs, place, place_on
+from offbeat.cluster.plan import (
+    PoolPlan,
+    Spot,
+    check_fits,
+    check_memory,
+    check_packs,
+    place,
+    place_on,
+    plan_pools,
+    reserved,
+    resource_map,
+)
+from offbeat.config_file import load_config
 from offbeat.errors import UserError
 
 Pools = list[tuple[int, int]]
@@ -118,3 +131,110 @@ def test_refusals_say_what_is_needed_and_what_there_is(
     with pytest.raises(UserError) as caught:
         check_packs(plans(pools), free, "cuda")
     assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
+
+
+# ---- pools that several reward sources share ----
+
+Project = Callable[..., Path]
+SMALL = {
+    "reward__judge__pool": "small", "reward__judge__device_share": 0.6,
+    "reward__judge__replicas": 2,
+    "reward__scorer__pool": "small", "reward__scorer__device_share": 0.4,
+}  # fmt: skip
+
+
+def test_sources_of_one_pool_share_its_devices(project: Project) -> None:
+    config = load_config(project(("rule", "judge", "scorer"), **SMALL))
+    plans = plan_pools(config)
+    assert [(plan.name, plan.home) for plan in plans[2:]] == [
+        ("reward/judge", "reward/small"),
+        ("reward/scorer", "reward/small"),
+    ]
+    (pool,) = reserved(plans)[2:]
+    assert (pool.name, pool.replicas, pool.devices_per_replica) == ("reward/small", 2, 1)
+    assert set(place_on(plans, [4]) or ()) == {"rollout", "train", "reward/small"}
+    assert place_on(plans, [3]) is None
+    table = {line.split()[0]: line.split()[1:] for line in resource_map(plans, "cpu").splitlines()}
+    assert table["reward/small"] == ["2", "1", "2", "2", "3"]
+    assert table["reward/judge"] == ["2", "0.6", "1.2", "2", "3"]
+    assert table["reward/scorer"] == ["1", "0.4", "0.4", "2"]
+    assert table["all"] == ["4"]
+    found = check_packs(plans, [2, 2], "cuda")
+    where = [str(spot) for spot in found["reward/small"]]
+    lines = resource_map(plans, "cuda", placement=found).splitlines()
+    assert [line.split()[1:] for line in lines if "scorer" in line] == [
+        ["1", "0.4", "0.4", where[0]]
+    ]
+    with pytest.raises(UserError, match=r"reward/small 2.*reward\.judge\.replicas"):
+        check_fits(plans, 3, "cpu")
+
+
+def test_a_single_device_is_one_pool_of_all_roles(project: Project) -> None:
+    more = {"cluster__single_device": True, "train__max_staleness": 0}
+    plans = plan_pools(load_config(project(("rule", "judge"), **more)))
+    assert {plan.home for plan in plans} == {"shared"}
+    assert sum(plan.share for plan in plans) == pytest.approx(1)
+    (pool,) = reserved(plans)
+    assert (pool.name, pool.devices) == ("shared", 1)
+    assert "for rollout, train, reward/judge in turn" in resource_map(plans, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"reward__scorer__device_share": 0.5},
+            ["reward.judge.device_share = 0.6 + reward.scorer.device_share = 0.5 come to 1.1",
+             'pool "small"', "lower them"],
+        ),
+        ({"reward__scorer__pool": "judge"}, ['reward.scorer.pool = "judge"', "no source has"]),
+        ({"reward__scorer__pool": "rule"}, ['reward.scorer.pool = "rule"', "no source has"]),
+        ({"reward__scorer__pool": "a/b"}, ["reward.scorer.pool", "letters"]),
+        (
+            {"reward__judge__devices_per_replica": 2, "reward__judge__engine": "vllm"},
+            ["reward.judge.devices_per_replica = 2", "a share of one device", "set it to 1"],
+        ),
+        ({"reward__rule__pool": "small"}, ["reward.rule.pool", "a function has none"]),
+        (
+            {"reward__judge__base_url": "http://x/v1"},
+            ["reward.judge.pool", "an external judge has none"],
+        ),
+        ({"reward__rule__device_share": 0.5}, ["reward.rule.device_share = 0.5", "idle"]),
+        (
+            {"cluster__single_device": True, "train__max_staleness": 0,
+             "reward__judge__replicas": 1},
+            ["reward.judge.pool", "cluster.single_device = true", "leave one of the two out"],
+        ),
+        ({"reward__judge__placement": "colocate"}, ["rollout never pauses", 'placement = "pool"']),
+        ({"reward__judge__device_share": 0.001}, ["reward.judge.device_share", "0.01"]),
+    ],
+)  # fmt: skip
+def test_shared_pools_that_cannot_be_are_refused(
+    project: Project, changes: dict[str, object], words: list[str]
+) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config(project(("rule", "judge", "scorer"), **(SMALL | changes)))
+    assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
+
+
+def test_sources_that_are_left_out_take_no_share(project: Project) -> None:
+    path = project(("rule", "judge", "scorer"), **(SMALL | {"reward__scorer__device_share": 0.9}))
+    config = load_config(path, ["--use_rewards", "judge"])
+    assert [pool.name for pool in reserved(plan_pools(config))][2:] == ["reward/small"]
+
+
+def test_vllm_takes_no_more_memory_than_its_share(project: Project) -> None:
+    more = SMALL | {"reward__judge__engine": "vllm"}
+    config = load_config(project(("rule", "judge", "scorer"), **more))
+    check_memory(config, "cpu")
+    with pytest.raises(UserError) as caught:
+        check_memory(config, "cuda")
+    assert "reward.judge.memory_share = 0.9 (the default) is more than" in str(caught.value)
+    assert "set reward.judge.memory_share to 0.54, at most 0.6" in str(caught.value)
+    for share, refused in ((0.6, False), (0.61, True)):
+        path = project(("rule", "judge", "scorer"), **more, reward__judge__memory_share=share)
+        if refused:
+            with pytest.raises(UserError, match=r"memory_share = 0\.61 is more"):
+                check_memory(load_config(path), "cuda")
+        else:
+            check_memory(load_config(path), "cuda")

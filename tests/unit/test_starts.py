@@ -15,6 +15,8 @@ import pytest
 
 pytest.importorskip("ray")
 from offbeat.cluster import ray_roles
+from offbeat.cluster.plan import PoolPlan
+from offbeat.cluster.pools import ResourcePool
 from offbeat.cluster.rollouter_actor import RollouterActor
 from offbeat.cluster.specs import RunSpec
 from offbeat.config_file import load_config
@@ -35,20 +37,35 @@ class Starting:
         self._seen[2] += 1
 
 
-@pytest.mark.parametrize(("single", "at_once"), [(True, 1), (False, 3)])
-def test_at_the_runs_start(single: bool, at_once: int) -> None:
+@pytest.mark.parametrize(("places", "at_once"), [([3], 1), ([2, 1], 2), ([1, 1, 1], 3)])
+def test_at_the_runs_start(places: list[int], at_once: int) -> None:
     seen = [0, 0, 0]
-    handles: list[Any] = [Starting(seen) for _ in range(3)]
-    asyncio.run(ray_roles.started(handles, one_by_one=single))
+    handles: list[Any] = [[Starting(seen) for _ in range(n)] for n in places]
+    asyncio.run(ray_roles.started(handles))
     assert seen == [0, at_once, 3]
 
 
-@pytest.mark.parametrize(("single", "at_once"), [(True, 1), (False, 2)])
+def pool(name: str, within: str | None = None) -> ResourcePool:
+    group: Any = None
+    return ResourcePool(PoolPlan(name, "genrm", 2, 1, (), within, 0.5), "cpu", group)
+
+
+@pytest.mark.parametrize(
+    ("which", "at_once"),
+    [
+        ([("a", None, 0), ("a", None, 1)], 2),  # two replicas, each on a device of its own
+        ([("a", "shared", 0), ("b", "shared", 0)], 1),
+        ([("a", "shared", 0), ("b", "shared", 1)], 2),  # on two devices of one pool
+        ([("a", "left", 0), ("b", "right", 0)], 2),
+    ],
+)
 def test_when_several_are_started_again(
-    project: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, single: bool, at_once: int
+    project: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    which: list[tuple[str, str | None, int]],
+    at_once: int,
 ) -> None:
-    more = {"cluster__single_device": True, "train__max_staleness": 0} if single else {}
-    config = load_config(project(**more))
+    config = load_config(project())
     monkeypatch.setattr("ray.kill", lambda handle: None)
     rollouter = RollouterActor(config, RunSpec("run-1", "cpu", config.run_dir))
     seen = [0, 0, 0]
@@ -56,7 +73,8 @@ def test_when_several_are_started_again(
 
     async def main() -> None:
         start: Any = partial(Starting, seen)
-        await asyncio.gather(*(rollouter._again(handles, i, start) for i in range(2)))
+        again = [rollouter._again(handles, i, pool(name, home), start) for name, home, i in which]
+        await asyncio.gather(*again)
 
     asyncio.run(main())
     assert seen == [0, at_once, 2]

@@ -1,8 +1,9 @@
 """Which pool gets how many devices, and on which nodes: pure, without Ray and torch.
 
 `check` prints it, `pools.py` reserves it. Pools are disjoint, and a replica's devices lie on one
-node. With `cluster.single_device` one device is all there is, and every role takes a share of it.
-External judges and functions have no pool: they use no device of the run.
+node. Reward sources that name the same `pool` share its devices: replica i of each lies on device
+i, with its `device_share` of it. With `cluster.single_device` one device is all there is, and
+every role takes a share of it. External judges and functions use no device of the run.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -28,8 +29,8 @@ TRIES = 20_000
 class PoolPlan:
     """Devices of one role: `replicas` bundles of `devices_per_replica` devices each.
 
-    `settings` are those that change the pool's size. `shared`: the role has only a share of the
-    one device that all shared roles have together.
+    `settings` are those that change the pool's size. `within` is the pool that the role shares
+    with others: replica i has the part `share` of that pool's device i.
     """
 
     name: str
@@ -37,12 +38,18 @@ class PoolPlan:
     replicas: int
     devices_per_replica: int
     settings: tuple[str, ...] = ()
-    shared: bool = False
+    within: str | None = None
+    share: float = 1.0
 
     @property
     def devices(self) -> int:
         """Devices of the whole pool."""
         return self.replicas * self.devices_per_replica
+
+    @property
+    def home(self) -> str:
+        """The pool as devices are reserved for it: its own, or that which it shares."""
+        return self.within or self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +67,8 @@ class Spot:
 
 Placement = Mapping[str, Sequence[Spot]]
 """By pool: a spot for each replica."""
+Cells = tuple[str, str, str, str, str]
+"""A row of the map."""
 
 
 def plan_pools(config: Config) -> list[PoolPlan]:
@@ -67,28 +76,59 @@ def plan_pools(config: Config) -> list[PoolPlan]:
 
     The trainer's replicas are its ranks, one device each.
     """
-    rollout, shared = config.rollout, config.cluster.single_device
+    rollout = config.rollout
     settings = ("rollout.replicas", "rollout.devices_per_replica")
     each = rollout.devices_per_replica
     plans = [
-        PoolPlan("rollout", "rollout", rollout.replicas, each, settings, shared),
-        PoolPlan("train", "train", config.train.devices, 1, ("train.devices",), shared),
+        PoolPlan("rollout", "rollout", rollout.replicas, each, settings),
+        PoolPlan("train", "train", config.train.devices, 1, ("train.devices",)),
     ]
     for name, source in config.active_rewards.items():
         if source.has_pool:
             key = f"reward.{name}"
             settings = (f"{key}.replicas", f"{key}.devices_per_replica")
-            replicas, each = source.replicas, source.devices_per_replica
-            plans.append(PoolPlan(f"reward/{name}", source.kind, replicas, each, settings, shared))
+            within = None if source.pool is None else f"reward/{source.pool}"
+            replicas, each, share = source.replicas, source.devices_per_replica, source.device_share
+            pool = PoolPlan(f"reward/{name}", source.kind, replicas, each, settings, within, share)
+            plans.append(pool)
+    if config.cluster.single_device:
+        share = 1 / len(plans)
+        plans = [replace(plan, settings=(), within=SHARED, share=share) for plan in plans]
     return plans
 
 
 def reserved(plans: Sequence[PoolPlan]) -> list[PoolPlan]:
-    """The plans as devices are reserved for them: those that share are one pool, one device."""
-    found = [plan for plan in plans if not plan.shared]
-    if len(found) < len(plans):
-        found.append(PoolPlan(SHARED, SHARED, 1, 1))
-    return found
+    """The plans as devices are reserved for them: those within one pool are that pool, which has
+    as many devices as the largest of them has replicas."""
+    found: dict[str, PoolPlan] = {}
+    for plan in plans:
+        if plan.within is None:
+            found[plan.name] = plan
+            continue
+        known = found.get(plan.within, PoolPlan(plan.within, plan.within, 0, 1))
+        found[plan.within] = replace(
+            known,
+            replicas=max(known.replicas, plan.replicas),
+            settings=known.settings + plan.settings[:1],
+        )
+    return list(found.values())
+
+
+def check_memory(config: Config, kind: str) -> None:
+    """Refuses vLLM that takes more of a shared GPU's memory than its share of the device."""
+    if kind == "cpu":
+        return  # there vLLM takes what VLLM_CPU_KVCACHE_SPACE says
+    for name, source in config.active_rewards.items():
+        share, memory = source.device_share, source.memory_share
+        if source.pool is None or source.engine != "vllm" or memory <= share:
+            continue
+        default = "" if "memory_share" in source.model_fields_set else " (the default)"
+        raise UserError(
+            f"reward.{name}.memory_share = {memory:g}{default} is more than its device_share = "
+            f'{share:g} of a GPU of pool "{source.pool}", and would leave the others there too '
+            f"little memory; set reward.{name}.memory_share to {share * 0.9:.2g}, "
+            f"at most {share:g}"
+        )
 
 
 def sizes(plans: Sequence[PoolPlan]) -> str:
@@ -134,7 +174,7 @@ def resource_map(
     pool are listed with the reason.
     """
     noun = _noun(kind)
-    rows = [("pool", "replicas", f"{noun}s each", f"{noun}s", "which")]
+    rows: list[Cells] = [("pool", "replicas", f"{noun}s each", f"{noun}s", "which")]
     first = 0
     for plan in reserved(plans):
         spots = [] if placement is None else list(placement[plan.name])
@@ -142,11 +182,7 @@ def resource_map(
             spots.append(Spot(0, first, plan.devices_per_replica))
             first += plan.devices_per_replica
         which = [str(s) if placement is not None else str(s).partition(":")[2] for s in spots]
-        if plan.name == SHARED:
-            sharing = [plan.name for plan in plans if plan.shared]
-            which.append(f"for {', '.join(sharing)} in turn")
-        each = str(plan.devices_per_replica)
-        rows.append((plan.name, str(plan.replicas), each, str(plan.devices), " ".join(which)))
+        rows += _rows(plan, which, [part for part in plans if part.within == plan.name])
     rows.append(("all", "", "", str(sum(plan.devices for plan in reserved(plans))), ""))
     for name, source in ({} if config is None else config.active_rewards).items():
         if not source.has_pool:
@@ -161,6 +197,20 @@ def resource_map(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )
+
+
+def _rows(plan: PoolPlan, which: Sequence[str], parts: Sequence[PoolPlan]) -> list[Cells]:
+    """A pool's row of the map, and one for each of the roles that share it."""
+    on = " ".join(which)
+    if plan.name == SHARED:
+        on, parts = f"{on} for {', '.join(part.name for part in parts)} in turn", ()
+    count, each, devices = plan.replicas, plan.devices_per_replica, plan.devices
+    rows = [(plan.name, str(count), str(each), str(devices), on)]
+    for part in parts:
+        share, of = f"{part.share:g}", f"{part.replicas * part.share:g}"
+        on = " ".join(which[: part.replicas])
+        rows.append((f"  {part.name}", str(part.replicas), share, of, on))
+    return rows
 
 
 def place(plans: Sequence[PoolPlan], nodes: int, per_node: int) -> Placement | None:

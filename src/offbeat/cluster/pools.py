@@ -1,8 +1,9 @@
 """Resource pools on Ray: one placement group a role, on disjoint devices, created first.
 
 A device is a GPU where there are GPUs, else a slot of the custom resource `offbeat_slot`. A pool
-is passed explicitly to whoever starts actors on it; there is no "whatever is free". Roles of a run
-on a single device share one placement group of one device, each with its part of it.
+is passed explicitly to whoever starts actors on it; there is no "whatever is free". Roles that
+share devices (reward sources with one `pool`, all roles of a run on a single device) share a
+placement group, and each actor takes its part of its bundle's device.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from offbeat.cluster.plan import SHARED, PoolPlan, check_packs, place_on, reserved, sizes
+from offbeat.cluster.plan import PoolPlan, check_packs, place_on, reserved, sizes
 from offbeat.errors import UserError
 
 SLOT = "offbeat_slot"
@@ -31,19 +32,21 @@ RESERVE_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ResourcePool:
-    """Devices of one role: bundle i holds all devices of replica i, on one node.
-
-    With a `share`, a number below 1, the one bundle is a device that other roles use too.
-    """
+    """Devices of one role: bundle i holds all devices of replica i, on one node, or the one
+    device that replica i of every role within the same pool has a share of."""
 
     plan: PoolPlan
     kind: str
     group: PlacementGroup
-    share: float | None = None
+
+    def bundle(self, replica: int) -> tuple[str, int]:
+        """Identifies a replica's devices: those of equal ones share them."""
+        return self.plan.home, replica
 
     def options(self, replica: int, *, threads: int = 1) -> dict[str, Any]:
         """Ray actor options that put a replica on its bundle."""
-        count = self.plan.devices_per_replica if self.share is None else self.share
+        plan = self.plan
+        count = plan.devices_per_replica if plan.within is None else _countable(plan.share)
         on_gpu = self.kind == "cuda"
         return {
             "num_cpus": 0,
@@ -54,6 +57,11 @@ class ResourcePool:
             ),
             "runtime_env": {"env_vars": process_env(threads, gpu=on_gpu)},
         }
+
+
+def _countable(share: float) -> float:
+    """A share as Ray counts it: in ten-thousandths, rounded down so that all fit on the device."""
+    return math.floor(share * 1e4 + 1e-6) / 1e4
 
 
 def process_env(threads: int, *, gpu: bool) -> dict[str, str]:
@@ -86,14 +94,7 @@ def create_pools(
                 f"{sum(_free(resource).values())}. End other runs, or make a pool smaller"
             )
         time.sleep(random.uniform(0.1, 0.5))  # two runs that hold one another up do not keep pace
-    sharing = sum(plan.shared for plan in plans)
-    share = math.floor(1e4 / max(sharing, 1)) / 1e4  # Ray counts in ten-thousandths
-    return {
-        plan.name: ResourcePool(
-            plan, kind, groups[SHARED if plan.shared else plan.name], share if plan.shared else None
-        )
-        for plan in plans
-    }
+    return {plan.name: ResourcePool(plan, kind, groups[plan.home]) for plan in plans}
 
 
 def _reserve(

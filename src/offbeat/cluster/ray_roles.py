@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from offbeat.cluster.actors import (
     start_engine,
     start_scorer,
 )
-from offbeat.cluster.plan import plan_pools
+from offbeat.cluster.plan import check_memory, plan_pools
 from offbeat.cluster.pools import SLOT, ResourcePool, create_pools, process_env, remove_pools
 from offbeat.cluster.roles import Roles
 from offbeat.cluster.rollouter_actor import RayRollouter, RollouterActor
@@ -77,6 +77,7 @@ async def ray_roles(
 ) -> AsyncIterator[Roles]:
     """Reserves the pools, starts every actor on its own, and ends them all."""
     address = os.environ.get("RAY_ADDRESS")
+    check_memory(config, run.device)
     say(f"joining Ray at {address}" if address else "starting Ray on this machine")
     connect(config, run.device)  # in the main thread: Ray sets signal handlers
     end_on_sigterm()  # Ray has put its own in place
@@ -123,8 +124,12 @@ class _Starter:
         engines = [start_engine(spec, pools["rollout"], run) for spec in specs]
         judges = {name: self._judges(name, n, pools) for name, n in self._standing("genrm")}
         scorers = {name: self._scorers(name, n, pools) for name, n in self._standing("disrm")}
-        replicas = [*engines, *(h for g in (judges, scorers) for part in g.values() for h in part)]
-        self.handles += replicas
+        rewards = {f"reward/{name}": found for name, found in (judges | scorers).items()}
+        places: dict[tuple[str, int], list[ActorHandle]] = {}
+        for name, handles in ({"rollout": engines} | rewards).items():
+            self.handles += handles
+            for replica, handle in enumerate(handles):
+                places.setdefault(pools[name].bundle(replica), []).append(handle)
         self.rollouter = (
             remote(RollouterActor, health=True)
             .options(max_concurrency=1000, **self._beside_driver("rollouter"))
@@ -140,7 +145,7 @@ class _Starter:
             .remote(config, run)
         )
         self.waiting = "engines and reward replicas"
-        await started(replicas, one_by_one=config.cluster.single_device)
+        await started(places.values())
         self.waiting = "the rollouter's reward loop and prompts"
         total = planned_steps(
             config, await result(self.rollouter.start.remote(judges, scorers, pools))
@@ -196,16 +201,17 @@ class _Starter:
                 ray.kill(handle)
 
 
-async def started(replicas: Sequence[ActorHandle], *, one_by_one: bool) -> None:
-    """Starts replicas, all at once where each has a device of its own.
+async def started(places: Iterable[Sequence[ActorHandle]]) -> None:
+    """Starts replicas, all at once but those that share a place, which start one after another.
 
-    On a shared one vLLM measures what is free, and fails if others take or give memory meanwhile.
+    vLLM measures what is free on a shared device, and fails if it changes by others meanwhile.
     """
-    if one_by_one:
+
+    async def one_by_one(replicas: Sequence[ActorHandle]) -> None:
         for handle in replicas:
             await result(handle.start.remote())
-    else:
-        await asyncio.gather(*(result(handle.start.remote()) for handle in replicas))
+
+    await asyncio.gather(*(one_by_one(replicas) for replicas in places))
 
 
 def _leave(pools: dict[str, ResourcePool]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -46,8 +47,8 @@ class RollouterActor:
         self._side = RolloutSide(config, run)
         self._run = run
         self._task: asyncio.Task[None] | None = None
-        # On a single device what crashes one replica may crash all: they start one after another.
-        self._turn = asyncio.Lock() if config.cluster.single_device else contextlib.nullcontext()
+        # What crashes one replica on a shared device may crash all: they start one after another.
+        self._turns: defaultdict[tuple[str, int], asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def start(
         self,
@@ -60,13 +61,15 @@ class RollouterActor:
 
         async def replace_engine(name: str, index: int) -> Engine:
             spec = judge_engine(name, config.active_rewards[name], config, run, index)
-            start = partial(start_engine, spec, pools[f"reward/{name}"], run, named=False)
-            return RayEngine(await self._again(handles[name], index, start), payloads=False)
+            pool = pools[f"reward/{name}"]
+            start = partial(start_engine, spec, pool, run, named=False)
+            return RayEngine(await self._again(handles[name], index, pool, start), payloads=False)
 
         async def replace_scorer(name: str, index: int) -> Scorer:
             spec = scorer_spec(name, config.active_rewards[name], config, run, index)
-            start = partial(start_scorer, spec, pools[f"reward/{name}"], run, named=False)
-            return RayScorer(await self._again(handles[name], index, start))
+            pool = pools[f"reward/{name}"]
+            start = partial(start_scorer, spec, pool, run, named=False)
+            return RayScorer(await self._again(handles[name], index, pool, start))
 
         return await self._side.start(
             Standing(
@@ -85,7 +88,7 @@ class RollouterActor:
 
         async def replace(index: int) -> Engine:
             start = partial(start_engine, specs[index], pool, self._run, named=False)
-            return RayEngine(await self._again(handles, index, start), payloads=True)
+            return RayEngine(await self._again(handles, index, pool, start), payloads=True)
 
         engines = [RayEngine(handle, payloads=True) for handle in handles]
         core = self._side.build(engines, total_steps, replace, ledger)
@@ -95,9 +98,13 @@ class RollouterActor:
         await core.running.wait()
 
     async def _again(
-        self, handles: list[ActorHandle], index: int, start: Callable[[], ActorHandle]
+        self,
+        handles: list[ActorHandle],
+        index: int,
+        pool: ResourcePool,
+        start: Callable[[], ActorHandle],
     ) -> ActorHandle:
-        async with self._turn:
+        async with self._turns[pool.bundle(index)]:
             return await start_again(handles, index, start)
 
     @property
@@ -133,6 +140,9 @@ class RollouterActor:
 
     async def reward_stats(self) -> Mapping[str, SourceStats]:
         return await self._core.reward_stats()
+
+    async def notices(self) -> list[str]:
+        return await self._core.notices()
 
     async def stop(self) -> None:
         if self._task is not None and self._side.core is not None:
@@ -184,3 +194,7 @@ class RayRollouter:
     async def reward_stats(self) -> Mapping[str, SourceStats]:
         stats: Mapping[str, SourceStats] = await result(self.handle.reward_stats.remote())
         return stats
+
+    async def notices(self) -> list[str]:
+        lines: list[str] = await result(self.handle.notices.remote())
+        return lines
