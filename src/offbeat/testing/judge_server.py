@@ -4,44 +4,63 @@
         section = RewardSourceSection(kind="genrm", base_url=server.base_url, model="judge")
 
 The first two chat completions fail with 500, all later ones are answered with `8`. `GET /models`
-always answers unless the server is down. Standard library only.
+always answers unless the server is down. Standard library only; one event loop on a thread of its
+own holds thousands of connections.
+
+What it says: `reply` is a text or a function of the judged text. `distribution` (a mapping, or a
+function of the judged text that returns one) gives several texts with their probabilities:
+at temperature 0 the likeliest is said, else one is drawn by the request's `seed`; `logprobs` and
+`top_logprobs` are answered from it. `n` choices and `usage` are as OpenAI's.
+
+When it says it: after `delay` seconds plus a draw of `latency`, e.g. `LogNormal(median=1.0)`.
+
+What goes wrong: each call takes the next `Fault` of `script`; then every `fail_every`-th meets
+`failing`; then `mix` draws, e.g. `Mix(seed=1, garbage=0.2, hang=0.05, status_500=0.1)`.
+`stop()` takes the server down, `start()` brings it back on the same port.
+
+A server in a process of its own shares no interpreter lock with what is measured, and can be
+killed:
+
+    with judge_process("--reply", "8", "--latency", "1.0", "0.5") as judge:
+        section = RewardSourceSection(kind="genrm", base_url=judge.base_url, model="judge")
+
+From a shell: `python -m offbeat.testing.judge_server --port 8000 --reply 8 --mix '{"hang": 0.1}'`,
+and `--help` for the rest. `GET /stats` counts the calls that came.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
+import asyncio
 import socket
-import struct
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-LONGEST_HANG_SECONDS = 120.0
+from offbeat.testing.judge_answers import completion
+from offbeat.testing.judge_faults import Fault, LogNormal, Mix, read_script
+from offbeat.testing.judge_process import JudgeProcess, judge_process
+from offbeat.testing.judge_protocol import Connection
 
+__all__ = [
+    "Call",
+    "Fault",
+    "JudgeProcess",
+    "JudgeServer",
+    "LogNormal",
+    "Mix",
+    "judge_process",
+    "read_script",
+]
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """What one chat completion meets instead of a plain answer.
+BACKLOG = 4096
 
-    `delay` seconds first. Then `hang` never answers (until the server stops), `reset` breaks the
-    connection, `body` is sent as is, else `reply` is the text of an ordinary answer (default: the
-    server's), or for a status of 400 and more an error object. Use `Fault()` for no fault.
-    """
-
-    status: int = 200
-    delay: float = 0.0
-    body: bytes | None = None
-    reply: str | None = None
-    finish_reason: str = "stop"
-    headers: Mapping[str, str] = field(default_factory=dict)
-    hang: bool = False
-    reset: bool = False
+Reply = str | Callable[[str], str]
+Distribution = Mapping[str, float] | Callable[[str], Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,61 +79,69 @@ class Call:
 
 
 class JudgeServer:
-    """A judge on a port of its own. `start` and `stop` may alternate; the port stays the same."""
+    """A judge on a port of its own. `start` and `stop` may alternate; the port stays the same.
+
+    `calls` has every chat completion since the first start (with `keep_calls`), `arrived` counts
+    them, and `most_at_once` is how many were under way together at most.
+    """
 
     def __init__(
         self,
-        reply: str | Callable[[str], str] = "8",
+        reply: Reply = "8",
         script: Iterable[Fault] = (),
         *,
         model: str = "judge",
         delay: float = 0.0,
+        latency: LogNormal | None = None,
+        distribution: Distribution | None = None,
+        mix: Mix | None = None,
+        fail_every: int = 0,
+        failing: Fault = Fault(500),  # noqa: B008 (frozen)
+        host: str = "127.0.0.1",
+        port: int = 0,
+        keep_calls: bool = True,
     ) -> None:
-        """`reply` is a text or makes one of the judged text; `script` is used up call by call."""
-        self.reply = reply
-        self.model = model
-        self.delay = delay
+        """Opens nothing. `port` 0 takes a free one; `fail_every` 0 never fails."""
+        self.reply, self.distribution = reply, distribution
+        self.model, self.delay, self.latency = model, delay, latency
+        self.mix, self.fail_every, self.failing = mix, fail_every, failing
         self.calls: list[Call] = []
-        self.most_at_once = 0
+        self.arrived_calls = self.most_at_once = self.now = 0
         self._script = deque(script)
-        self._now = 0
-        self._lock = threading.Lock()
-        self._port = 0
-        self._server: ThreadingHTTPServer | None = None
+        self._host, self._port, self._keep = host, port, keep_calls
+        self._open: set[Connection] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._closing = threading.Event()
 
     @property
     def base_url(self) -> str:
         """The address for `base_url`; known once started."""
-        return f"http://127.0.0.1:{self._port}/v1"
+        return f"http://{self._host}:{self._port}/v1"
 
     def start(self) -> JudgeServer:
-        """Opens the port."""
-        self._closing = threading.Event()
-        server = _Server(("127.0.0.1", self._port), _handler_of(self, self._closing))
-        self._port = server.server_address[1]
-        self._server = server
+        """Opens the port; raises `OSError` if it is taken."""
+        listener = socket.create_server((self._host, self._port), backlog=BACKLOG)
+        self._port = listener.getsockname()[1]
+        self.now = 0
+        ready = threading.Event()
         self._thread = threading.Thread(
-            target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+            target=self._run, args=(listener, ready), name=f"judge {self._port}", daemon=True
         )
         self._thread.start()
+        ready.wait()
         return self
 
     def stop(self) -> None:
-        """Closes the port and all that hangs: the server is down."""
-        if self._server is None or self._thread is None:
+        """Closes the port and resets all connections: the server is down."""
+        if self._loop is None or self._thread is None:
             return
-        self._closing.set()
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(5)
-        self._server = self._thread = None
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop = self._thread = None
 
     def add(self, *faults: Fault) -> None:
         """Lengthens the script."""
-        with self._lock:
-            self._script.extend(faults)
+        self._script.extend(faults)
 
     def __enter__(self) -> JudgeServer:
         return self.start()
@@ -127,92 +154,78 @@ class JudgeServer:
     ) -> None:
         self.stop()
 
-    def _arrived(self, call: Call) -> Fault:
-        with self._lock:
-            self.calls.append(call)
-            self._now += 1
-            self.most_at_once = max(self.most_at_once, self._now)
-            return self._script.popleft() if self._script else Fault()
+    # -- the server's own thread -----------------------------------------------------------------
 
-    def _left(self) -> None:
-        with self._lock:
-            self._now -= 1
+    def _run(self, listener: socket.socket, ready: threading.Event) -> None:
+        loop = self._loop = asyncio.new_event_loop()
+        server = loop.run_until_complete(
+            loop.create_server(lambda: Connection(self), sock=listener, backlog=BACKLOG)
+        )
+        loop.call_soon(ready.set)
+        try:
+            loop.run_forever()
+        finally:
+            server.close()
+            for connection in list(self._open):
+                connection.reset()
+            loop.run_until_complete(asyncio.sleep(0))  # until they are closed
+            loop.close()
 
-    def _answer(self, fault: Fault, text: str) -> bytes:
+    def arrived(self, body: dict[str, Any], headers: dict[str, str]) -> tuple[float, Fault]:
+        """Counts a call; says after how many seconds it meets which fault. For connections."""
+        number = self.arrived_calls
+        self.arrived_calls += 1
+        if self._keep:
+            self.calls.append(Call(time.monotonic(), body, headers))
+        self.now += 1
+        self.most_at_once = max(self.most_at_once, self.now)
+        if self._script:
+            fault = self._script.popleft()
+        elif self.fail_every and (number + 1) % self.fail_every == 0:
+            fault = self.failing
+        else:
+            fault = self.mix.fault(number) if self.mix is not None else Fault()
+        latency = self.latency.seconds(number) if self.latency is not None else 0.0
+        return fault.delay + self.delay + latency, fault
+
+    def left(self) -> None:
+        """A call was answered, or its client is gone. For connections."""
+        self.now -= 1
+
+    def answer(self, fault: Fault, body: dict[str, Any]) -> bytes:
+        """The body for a call. For connections."""
         if fault.body is not None:
             return fault.body
         if fault.status >= 400:
-            return json.dumps({"error": {"message": f"scripted {fault.status}"}}).encode()
-        reply = fault.reply
-        if reply is None:
-            reply = self.reply if isinstance(self.reply, str) else self.reply(text)
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": reply},
-            "finish_reason": fault.finish_reason,
-        }
-        return json.dumps(
-            {"object": "chat.completion", "model": self.model, "choices": [choice]}
-        ).encode()
+            return b'{"error": {"message": "scripted %d"}}' % fault.status
+        text = body["messages"][-1]["content"]
+        shares: Mapping[str, float]
+        if fault.reply is not None:
+            shares = {fault.reply: 1.0}
+        elif self.distribution is not None:
+            shares = self.distribution(text) if callable(self.distribution) else self.distribution
+        else:
+            shares = {self.reply if isinstance(self.reply, str) else self.reply(text): 1.0}
+        return completion(self.model, body, shares, fault.finish_reason)
+
+    def looked_up(self, path: str) -> tuple[int, Any]:
+        """Status and JSON of a GET. For connections."""
+        if path.endswith("/models"):
+            return 200, {"object": "list", "data": [{"id": self.model, "object": "model"}]}
+        if path.endswith("/stats"):
+            counts = {"calls": self.arrived_calls, "now": self.now}
+            return 200, counts | {"most_at_once": self.most_at_once}
+        return 404, {}
+
+    def known(self, connection: Connection, *, open: bool) -> None:
+        """A connection came, or went. For connections."""
+        if open:
+            self._open.add(connection)
+        else:
+            self._open.discard(connection)
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    allow_reuse_address = True
-    request_queue_size = 256
+if __name__ == "__main__":
+    from offbeat.testing.judge_process import main
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is not worth a traceback."""
-
-
-def _handler_of(judge: JudgeServer, closing: threading.Event) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True
-
-        def log_message(self, format: str, *args: Any) -> None:
-            """Silent."""
-
-        def do_GET(self) -> None:
-            models = {"object": "list", "data": [{"id": judge.model, "object": "model"}]}
-            known = self.path.endswith("/models")
-            self._send(200 if known else 404, json.dumps(models if known else {}).encode(), {})
-
-        def do_POST(self) -> None:
-            size = int(self.headers.get("content-length", "0"))
-            body = json.loads(self.rfile.read(size))
-            if not self.path.endswith("/chat/completions"):
-                self._send(404, b"{}", {})
-                return
-            call = Call(time.monotonic(), body, dict(self.headers.items()))
-            fault = judge._arrived(call)
-            try:
-                self._meet(fault, call)
-            finally:
-                judge._left()
-
-        def _meet(self, fault: Fault, call: Call) -> None:
-            closing.wait(fault.delay + judge.delay)
-            if fault.hang:
-                closing.wait(LONGEST_HANG_SECONDS)
-            if fault.reset or fault.hang or closing.is_set():
-                linger = struct.pack("ii", 1, 0)
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-                self.close_connection = True
-                return
-            self._send(fault.status, judge._answer(fault, call.text), fault.headers)
-
-        def _send(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-            if closing.is_set():
-                self.close_connection = True
-                return
-            with contextlib.suppress(OSError):
-                self.send_response(status)
-                for key, value in {"Content-Type": "application/json", **headers}.items():
-                    self.send_header(key, value)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-    return Handler
+    sys.exit(main())
