@@ -11,6 +11,8 @@ from offbeat.errors import RequestRefused
 from offbeat.records import FinishReason, GenerateRequest, Payload
 
 Ends = Callable[[Sequence[int]], FinishReason | None]
+MOST_WATCHED = 128
+"""Tokens of `Sampling.watch`: vLLM tells of no more."""
 
 
 def check_request(request: GenerateRequest, *, context: int, vocabulary: int, ends: Ends) -> None:
@@ -34,6 +36,12 @@ def check_request(request: GenerateRequest, *, context: int, vocabulary: int, en
     _check_tokens(f"{name}: prompt tokens", prompt, vocabulary)
     if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
         raise RequestRefused(f"{name}: temperature {sampling.temperature} must be 0 or more")
+    if len(sampling.watch) > MOST_WATCHED:
+        raise RequestRefused(
+            f"{name}: {len(sampling.watch)} tokens to watch are more than {MOST_WATCHED}"
+        )
+    if sampling.watch:
+        _check_tokens(f"{name}: tokens to watch", np.asarray(sampling.watch), vocabulary)
     if any(not stop for stop in sampling.stop):
         raise RequestRefused(f"{name}: a stop string is empty")
     _check_indices(request)

@@ -59,7 +59,9 @@ class Job:
 def jobs_of(request: GenerateRequest, deliver: Deliver) -> list[Job]:
     """A request's jobs: one for each sample that is resumed, and one for all that begin."""
     prompt = np.asarray(request.prompt_ids, np.int64)
-    resumed = {index: tokens for index, tokens in request.resume if len(tokens.token_ids)}
+    # What is watched belongs to the first token: such a sample begins anew.
+    going_on = () if request.sampling.watch else request.resume
+    resumed = {index: tokens for index, tokens in going_on if len(tokens.token_ids)}
     jobs = [
         Job(request, np.concatenate([prompt, tokens.token_ids]), deliver, (index,), tokens)
         for index, tokens in resumed.items()
@@ -82,6 +84,7 @@ class _Row:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     told: int = 0  # tokens of the newest snapshot
+    watched: tuple[float, ...] = ()
 
     @property
     def sequence(self) -> Tokens:
@@ -181,6 +184,12 @@ class Stepper:
         counts = [1] * running + [len(joins[i].rows) for i in items]
         heat = [job.request.sampling.temperature for job in jobs]
         ids, logprobs = self.model.draw(logits, heat, counts)
+        for place, item in enumerate(items, running):
+            if watch := joins[item].job.request.sampling.watch:
+                scores = logits[place].float().log_softmax(-1)
+                watched = tuple(scores[list(watch)].tolist())
+                for row in joins[item].rows:
+                    row.watched = watched
         order = [*range(running)]
         seat = {id(row): i for i, row in enumerate(self.rows)}
         for i in items:
@@ -348,6 +357,7 @@ class Stepper:
             version_max=max(row.versions, default=self.version.step),
             finish_reason=reason,
             ref=row.payload(),
+            watched=row.watched,
         )
         self._outbox.append((row.job, completion))
 

@@ -262,6 +262,10 @@ class VllmEngine:
         """Sees one sample through; whatever ends it is told by `put`."""
         try:
             spans: Spans = ()
+            if sample.peeks:
+                peek = sample.peek()
+                await self._run(self._alive(), peek, lambda _: None)
+                sample.watched = peek.watched
             while sample.reason is None and not self._stopping:
                 sample.renewed = False
                 spans = await self._run(self._alive(), sample, put)
@@ -289,7 +293,7 @@ class VllmEngine:
         stopped = False
         async for output in llm.generate(prompt, sample.params(), sample.name):
             (part,) = output.outputs
-            sample.add(part.token_ids, part.logprobs.logprobs if part.token_ids else ())
+            sample.add(part.token_ids, part.logprobs)
             if part.finish_reason is not None:
                 return _versions(sample, part)
             if sample.reason is not None and not stopped:

@@ -7,7 +7,8 @@ and knows the stop ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -50,8 +51,10 @@ def samples_of(
     for index in range(request.n):
         if index not in request.done:
             sample = Sample(request, index, eos, decode, stops)
-            # A grammar begins at a text's beginning: such a sample begins anew.
-            if index in resumed and request.sampling.structure is None:
+            # A grammar begins at a text's beginning, and what is watched belongs to the first
+            # token: such a sample begins anew.
+            anew = request.sampling.structure is not None or request.sampling.watch
+            if index in resumed and not anew:
                 sample.resume(resumed[index])
             found.append(sample)
     return found
@@ -75,6 +78,7 @@ class Sample:
         self.reason: FinishReason | None = None
         self.name = ""  # of the request inside vLLM
         self.renewed = False
+        self.watched: tuple[float, ...] = ()
         self._decode = decode
         self._stops = stops
         self._stop_ids = _stop_ids(request.sampling, eos)
@@ -101,6 +105,7 @@ class Sample:
         sampling = self.request.sampling
         # Tokens come one by one only where each is looked at.
         every = 1 if sampling.stop else self.request.snapshot_every
+        watch = None if self.peeks else list(sampling.watch) or None
         return SamplingParams(
             max_tokens=sampling.max_tokens - len(self.ids),
             temperature=sampling.temperature,
@@ -109,7 +114,9 @@ class Sample:
             stop_token_ids=sorted(self._stop_ids),
             # The model's generation_config knows further ends; only the tokenizer's counts.
             ignore_eos=True,
-            logprobs=0,
+            # Also of the watched tokens, at every position, unless a peek has seen them.
+            logprobs=None if watch else 0,
+            logprob_token_ids=watch,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA if every else RequestOutputKind.FINAL_ONLY,
@@ -118,9 +125,30 @@ class Sample:
             skip_clone=True,
         )
 
-    def add(self, ids: Iterable[int], logprobs: Iterable[float]) -> None:
-        """Takes new tokens; sets `reason` at the one that ends the sample, and drops later ones."""
-        for token, logprob in zip(ids, logprobs, strict=True):
+    @property
+    def peeks(self) -> bool:
+        """Whether what is watched needs a request of its own, `peek`: vLLM's log-probs are those
+        of the distribution that is drawn from, with its temperature and its structure."""
+        sampling = self.request.sampling
+        bent = sampling.structure is not None or sampling.temperature not in (0.0, 1.0)
+        return bool(sampling.watch) and bent
+
+    def peek(self) -> Sample:
+        """One greedy token without a structure, for its `watched`."""
+        plain = Sampling(1, 0.0, watch=self.request.sampling.watch)
+        request = replace(self.request, sampling=plain, snapshot_every=0)
+        return Sample(request, self.index, None, self._decode, self._stops)
+
+    def add(self, ids: Sequence[int], logprobs: Any) -> None:
+        """Takes new tokens with their log-probs, vLLM's `FlatLogprobs`; sets `reason` at the one
+        that ends the sample, and drops later ones."""
+        if not ids:
+            return
+        if self.request.sampling.watch and not self.peeks and not self.ids:
+            # Behind the token's own.
+            self.watched = tuple(logprobs.logprobs[1 : logprobs.end_indices[0]])
+        firsts = [logprobs.logprobs[start] for start in logprobs.start_indices]
+        for token, logprob in zip(ids, firsts, strict=True):
             if self.reason is None:
                 self._append(int(token), float(logprob))
 
@@ -147,6 +175,7 @@ class Sample:
             version_max=max(payload.versions.tolist(), default=version),
             finish_reason=self.reason or "aborted",
             ref=payload,
+            watched=self.watched,
         )
 
     @property
