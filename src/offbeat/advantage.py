@@ -8,7 +8,7 @@ Pure numpy.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -79,6 +79,62 @@ def group_advantages(
     if not (np.isfinite(values).all() and math.isfinite(std)):
         raise ValueError(f"rewards {present} give advantages that are not finite")
     return Advantages(values, mask, n, enough, signal, mean, std)
+
+
+def gdpo_advantages(
+    parts: Sequence[Mapping[str, float] | None],
+    weights: Mapping[str, float],
+    *,
+    eps: float = 1e-4,
+    min_scored: int = 2,
+) -> Advantages:
+    """The advantages of one group, each source normalised on its own (GDPO, arXiv 2601.05242).
+
+    A source's advantages are (value - mean) / (std + eps) over the samples that have its value;
+    a sample's is their weighted sum, over the sources that it has a value of and at the size that
+    all would give it, then centred within the group. The batch's scale is `batch_scaled`'s.
+
+    Args:
+        parts: one a sample: values by source; None where the sample was dropped.
+        weights: of all sources that add; with signed weights absolute values count.
+
+    Raises:
+        ValueError: as `group_advantages`.
+    """
+    mask = np.array([values is not None for values in parts], dtype=np.bool_)
+    n = int(mask.sum())
+    by_source = {
+        name: group_advantages(
+            [None if values is None else values.get(name) for values in parts],
+            algorithm="grpo",
+            eps=eps,
+        )
+        for name in weights
+    }
+    whole = math.fsum(abs(weight) for weight in weights.values())
+    found = np.zeros(len(parts), dtype=np.float64)
+    enough = n >= min_scored
+    for i, values in enumerate(parts):
+        there = [name for name in weights if values is not None and name in values]
+        size = math.fsum(abs(weights[name]) for name in there)
+        if enough and size > 0:
+            total = math.fsum(weights[name] * by_source[name].values[i] for name in there)
+            found[i] = total / size * whole
+    if found.any():
+        found[mask] -= math.fsum(found[mask]) / n
+    return Advantages(found, mask, n, enough, bool(found.any()), 0.0, _moments([*found[mask]])[1])
+
+
+def batch_scaled(
+    advantages: Sequence[NDArray[np.float64]], *, eps: float = 1e-4
+) -> list[NDArray[np.float64]]:
+    """GDPO's second step: divided by the deviation over all samples of the batch, plus eps.
+
+    The mean is 0 already, group by group, so groups without signal stay at 0.
+    """
+    flat = [float(value) for of_group in advantages for value in of_group]
+    spread = _moments(flat)[1] + eps
+    return [of_group / spread for of_group in advantages]
 
 
 def _moments(present: list[float]) -> tuple[float, float, NDArray[np.float64]]:

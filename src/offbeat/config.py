@@ -304,10 +304,17 @@ class Config(Section):
                     f'use_rewards names "{name}", which is no reward source; there are '
                     + ", ".join(self.reward)
                 )
-        if not any(source.weight for source in self.active_rewards.values()):
+        if not any(s.weight for s in self.active_rewards.values() if s.role == "add"):
             raise ValueError(
-                "use_rewards leaves no reward source with a weight other than 0, so there would be "
-                "nothing to learn; give one of " + ", ".join(self.reward) + " a weight"
+                'use_rewards leaves no reward source of role "add" with a weight other than 0, so '
+                "there would be nothing to learn; give one of " + ", ".join(self.reward) + " a "
+                "weight"
+            )
+        if self.combine == "gdpo" and self.train.algorithm != "grpo":
+            raise ValueError(
+                'combine = "gdpo" normalises each source itself, so train.algorithm = '
+                f'"{self.train.algorithm}" would have no meaning; set that to "grpo", or combine '
+                'to "sum"'
             )
         check_shared_pools(self.reward, self.active_rewards, self.cluster.single_device)
         return self
@@ -354,6 +361,18 @@ class Config(Section):
         """The reward sources that this run uses, by name, in the configuration's order."""
         chosen = self.use_rewards
         return {n: s for n, s in self.reward.items() if chosen is None or n in chosen}
+
+    @property
+    def gdpo_weights(self) -> dict[str, float] | None:
+        """With combine = "gdpo" the weights of the sources that add; else None."""
+        if self.combine != "gdpo":
+            return None
+        return {n: s.weight for n, s in self.active_rewards.items() if s.role == "add"}
+
+    @property
+    def reward_patience(self) -> float:
+        """The longest patience with a reward source that is down, in seconds."""
+        return max((s.patience_seconds for s in self.active_rewards.values()), default=0.0)
 
     @property
     def run_dir(self) -> Path:

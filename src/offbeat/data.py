@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from offbeat.config import Config
 from offbeat.errors import UserError
 from offbeat.model_files import read_tokenizer
+from offbeat.pick import BadPick, picked
 from offbeat.records import IntArray, Messages, Prompt
 
 Split = Literal["train", "validation"]
@@ -187,8 +188,11 @@ def select_rows(config: Config, split: Split) -> tuple[Path, list[Row]]:
         raise UserError("data.validation is not set; set it to a file of held-out prompts")
     limit = config.data.limit if split == "train" else config.validation.limit
     rows = read_rows(path)[:limit]
+    scored = split == "train" or config.validation.rewards
     for row in rows:
         _check_row(config, path, row)
+        if scored:
+            _check_pick(config, path, row)
     if split == "train":
         _check_enough(config, path, len(rows), 0)
     return path, rows
@@ -291,6 +295,16 @@ def _check_row(config: Config, path: Path, row: Row) -> None:
             f"{where}: column {column!r} must be a text or a list of "
             '{"role": "...", "content": "..."} messages with text'
         )
+
+
+def _check_pick(config: Config, path: Path, row: Row) -> None:
+    """Refuses a row that no reward source scores, or that names one that is not there."""
+    data, sources = config.data, config.active_rewards
+    columns = {key: value for key, value in row.columns.items() if key != data.prompt_column}
+    try:
+        picked(columns, sources, data.reward_column, tuple(config.reward))
+    except BadPick as bad:
+        raise UserError(f"{path} line {row.line}: {bad}") from None
 
 
 def _messages_of(config: Config, row: Row) -> Messages | None:

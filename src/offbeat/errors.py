@@ -13,6 +13,10 @@ class RunFailed(OffbeatError):
     """The run cannot go on: says what failed and the last good step. Exit code 1."""
 
 
+class RewardsDown(RunFailed):
+    """A reward source was down or failing for longer than its patience. Exit code 1."""
+
+
 class RequestRefused(OffbeatError):
     """An engine refuses one request (too long for its context); all others go on."""
 

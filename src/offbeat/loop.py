@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 GRACE_SECONDS = 120.0  # for a role to answer, beyond what it waits for by a setting of its own
 LAST_SECONDS = 10.0  # for the last numbers of a run that ends
+NOTICE_SECONDS = 1.0  # between two questions for what there is to say
 
 
 class RollouterRole(Protocol):
@@ -55,6 +56,7 @@ class RollouterRole(Protocol):
     async def validate(self) -> tuple[int, dict[str, float]]: ...
     async def counts(self) -> Counts: ...
     async def reward_stats(self) -> Mapping[str, SourceStats]: ...
+    async def notices(self) -> list[str]: ...
     async def drain(self) -> tuple[list[Span], list[SyncReport], Tally]: ...
     async def stop(self) -> None: ...
 
@@ -96,6 +98,8 @@ class AsyncLoop:
         self._published = 0
         self._turn = asyncio.Lock()  # the trainer does one thing at a time
         self._validated = -1
+        self._saved = 0  # version of the newest checkpoint
+        self._trainer_is_well = True
 
     async def run(self) -> Outcome:
         """Runs to the end. Raises `RunFailed` with the steps done when it cannot go on, and
@@ -103,6 +107,7 @@ class AsyncLoop:
         try:
             async with asyncio.TaskGroup() as tasks:
                 publisher = tasks.create_task(self._publish_and_validate())
+                listener = tasks.create_task(self._listen())
                 await self._save(final=False)  # the weights that the run began with
                 for step in range(self.total_steps):
                     if not await self._train(step):
@@ -110,12 +115,15 @@ class AsyncLoop:
                     if publisher.done():
                         publisher = tasks.create_task(self._publish_and_validate())
                         await asyncio.sleep(0)  # it takes its turn before the next step
+                await publisher
+                listener.cancel()
             await self._save(final=True)
             await self._validate()
         except Exception as failure:  # boundary: whatever ends a run says how far it came
             error = first_of(failure)
             kind = UserError if isinstance(error, UserError) else RunFailed
             said = str(error) or repr(error)
+            await self._save_what_is_done()
             raise kind(f"{said}; {self.trained_steps} steps are done") from error
         finally:
             await self._drain()
@@ -124,7 +132,8 @@ class AsyncLoop:
     async def _train(self, step: int) -> bool:
         """Consumes one batch; waits for it alone; produces weights of step + 1."""
         waiting = self.recorder.clock()
-        patience = self.config.train.batch_deadline_seconds + GRACE_SECONDS
+        patience = self.config.train.batch_deadline_seconds + self.config.reward_patience
+        patience += GRACE_SECONDS
         batch = await within(patience, f"the rollouter's batch {step}", self.rollouter.batch(step))
         if not batch.groups:
             self.recorder.say(f"the data has ended after {step} steps")
@@ -172,17 +181,39 @@ class AsyncLoop:
 
     async def _save(self, *, final: bool) -> None:
         step = self.trained_steps
-        if final and step > 0 and step % self.config.train.checkpoint_every == 0:
-            return  # saved when that step ended
+        if final and step > 0 and step == self._saved:
+            return
         path = self.config.run_dir / "checkpoints" / f"step-{step:06d}"
         async with self._turn:
             extra = {"counts": await _soon(self.rollouter.counts())}
             await self._trainer(f"checkpoint {step}", self.trainer.save(path, extra))
+        self._saved = step
         await _soon(self.rollouter.checkpointed(step))
+
+    async def _save_what_is_done(self) -> None:
+        """A checkpoint of a run that fails elsewhere than in the trainer: no step is lost."""
+        if not self._trainer_is_well or self.trained_steps == self._saved:
+            return
+        try:
+            path = self.config.run_dir / "checkpoints" / f"step-{self.trained_steps:06d}"
+            async with self._turn:
+                await self._trainer("last checkpoint", self.trainer.save(path, {}))
+        except Exception as error:  # boundary: what ended the run is what is told
+            log.warning("the last steps are not saved: %s", error or repr(error))
+
+    async def _listen(self) -> None:
+        """Says, while the run goes on, what the rollouter has to say about reward sources."""
+        while True:
+            await asyncio.sleep(NOTICE_SECONDS)
+            for line in await _soon(self.rollouter.notices()):
+                self.recorder.say(line)
 
     async def _trainer(self, what: str, call: Awaitable[T]) -> T:
         seconds = self.config.train.deadline_seconds
-        return await within(seconds, f"the trainer's {what} (train.deadline_seconds)", call)
+        self._trainer_is_well = False
+        found = await within(seconds, f"the trainer's {what} (train.deadline_seconds)", call)
+        self._trainer_is_well = True
+        return found
 
     async def _drain(self) -> None:
         """The last books and spans, also after a failure; roles that died have none."""
@@ -194,6 +225,8 @@ class AsyncLoop:
                 log.warning("last numbers are lost: %s", error or repr(error))
 
     async def _last_books(self) -> None:
+        for line in await self.rollouter.notices():
+            self.recorder.say(line)
         self.recorder.books(await self.rollouter.counts(), await self.rollouter.reward_stats())
         spans, reports, tally = await self.rollouter.drain()
         self.recorder.tail(spans, reports, tally)

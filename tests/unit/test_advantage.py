@@ -10,7 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat.advantage import Algorithm, group_advantages
+from offbeat.advantage import (
+    Advantages,
+    Algorithm,
+    batch_scaled,
+    gdpo_advantages,
+    group_advantages,
+)
 
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 algorithms = st.sampled_from(ALGORITHMS)
@@ -128,3 +134,44 @@ def test_rloo_leaves_one_out(rewards: list[float]) -> None:
     values = group_advantages(rewards, algorithm="rloo").values
     others = [(sum(rewards) - r) / (len(rewards) - 1) for r in rewards]
     assert values == pytest.approx([r - o for r, o in zip(rewards, others, strict=True)], abs=1e-8)
+
+
+def gdpo(*parts: dict[str, float] | None, **weights: float) -> Advantages:
+    return gdpo_advantages(list(parts), weights or {"a": 1.0, "b": 1.0}, eps=0.0)
+
+
+def test_gdpo_sources_of_any_size_weigh_the_same() -> None:
+    """What a plain sum loses: with sums 1 and 100 apart, source b alone would decide."""
+    found = gdpo({"a": 0.0, "b": 100.0}, {"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 0.0})
+    assert found.signal
+    assert found.values[0] == pytest.approx(found.values[1])
+    assert found.values.sum() == pytest.approx(0.0, abs=1e-12)
+
+
+def test_gdpo_tells_apart_what_a_sum_makes_equal() -> None:
+    """arXiv 2601.05242: totals (0, 2) and (0, 1) have equal advantages under a normalised sum."""
+    both = gdpo({"a": 0.0, "b": 0.0}, {"a": 1.0, "b": 1.0})
+    one = gdpo({"a": 0.0, "b": 0.0}, {"a": 1.0, "b": 0.0})
+    assert abs(both.values[1]) == pytest.approx(2 * abs(one.values[1]))
+
+
+def test_gdpo_what_is_absent_is_no_zero() -> None:
+    found = gdpo({"a": 1.0, "b": 5.0}, {"a": 0.0}, None, {"a": 0.5, "b": 5.0})
+    assert found.mask.tolist() == [True, True, False, True]
+    # a gives 1, -1, 0; b nothing; the second sample has only a, at the size of both; then centred.
+    assert found.values == pytest.approx(np.array([4, -5, 0, 1]) / 3)
+
+
+def test_gdpo_equal_values_are_no_signal() -> None:
+    found = gdpo({"a": 1.0, "b": 2.0}, {"a": 1.0, "b": 2.0}, {"a": 1.0})
+    assert (found.signal, found.enough, found.scored) == (False, True, 3)
+    assert not found.values.any()
+
+
+def test_gdpo_scale_is_the_batches() -> None:
+    groups = [np.array([1.0, -1.0]), np.zeros(2), np.array([3.0, -3.0])]
+    scaled = batch_scaled(groups, eps=0.0)
+    flat = np.concatenate(scaled)
+    assert flat.std(ddof=1) == pytest.approx(1.0)
+    assert not scaled[1].any(), "a group without signal stays without"
+    assert scaled[2][0] == pytest.approx(3 * scaled[0][0])

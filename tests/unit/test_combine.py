@@ -10,13 +10,23 @@ from hypothesis import strategies as st
 
 from offbeat.config import RewardSourceSection
 from offbeat.records import Reward
-from offbeat.reward.combine import combine, decide
+from offbeat.reward.combine import combine, combine_group, decide
 
 
-def section(on_failure: str = "retry_then_drop_sample") -> RewardSourceSection:
+def section(on_failure: str = "retry_then_drop_sample", **settings: object) -> RewardSourceSection:
     return RewardSourceSection.model_validate(
-        {"kind": "function", "function": "r.py:f", "on_failure": on_failure}
+        {"kind": "function", "function": "r.py:f", "on_failure": on_failure} | settings
     )
+
+
+def of(**values: float | str | None) -> dict[str, Reward]:
+    """Rewards by source: a number, None for abstained, a text for the cause of a failure."""
+    return {
+        name: Reward.abstained(name) if value is None
+        else Reward.failed(name, value) if isinstance(value, str)
+        else Reward.scored(name, value)
+        for name, value in values.items()
+    }  # fmt: skip
 
 
 def test_weighted_sum() -> None:
@@ -84,3 +94,61 @@ def test_decisions() -> None:
     assert decide(both, {"a": drop, "b": group}, 1.0) == "drop_group"
     assert decide(both, {"a": drop, "b": abstain}, 1.0) == "keep"
     assert decide({"a": Reward.abstained("a")}, {"a": drop}, None) == "drop_sample"
+
+
+ADD = {"right": section(weight=1.0), "style": section(weight=0.5, on_failure="abstain")}
+
+
+def test_a_gate_that_multiplies() -> None:
+    config = ADD | {"format": section(role="multiply")}
+    one, half, none = combine_group(
+        [of(right=1.0, style=2.0, format=f) for f in (1.0, 0.5, 0.0)], config
+    )
+    assert (one.total, half.total, none.total) == (2.0, 1.0, 0.0)
+    assert half.parts == {"right": 0.5, "style": 1.0}
+
+
+def test_a_veto_leaves_nothing_and_is_never_the_better_choice() -> None:
+    config = {"scorer": section(), "format": section(role="veto", veto_below=1.0)}
+    good, vetoed = combine_group([of(scorer=3.0, format=1.0), of(scorer=9.0, format=0.9)], config)
+    assert (good.total, vetoed.total, vetoed.parts) == (3.0, 0.0, {"scorer": 0.0})
+    negative = [of(scorer=-3.0, format=1.0), of(scorer=-9.0, format=1.0), of(scorer=5.0, format=0)]
+    assert [one.total for one in combine_group(negative, config)] == [-3.0, -9.0, -9.0]
+
+
+def test_a_gate_without_a_value_does_nothing_unless_its_failure_drops_the_sample() -> None:
+    for role in ("multiply", "veto"):
+        config = {"right": section(), "format": section(role=role, on_failure="abstain")}
+        (kept,) = combine_group([of(right=0.5, format=None)], config)
+        assert (kept.total, kept.verdict) == (0.5, "keep")
+        config["format"] = section(role=role)
+        (dropped,) = combine_group([of(right=0.5, format="timeout")], config)
+        assert (dropped.total, dropped.parts, dropped.verdict) == (None, {}, "drop_sample")
+
+
+def test_what_is_absent_is_renormalised_within_the_rows_own_sources() -> None:
+    config = ADD | {"other": section(weight=100.0)}
+    (found,) = combine_group([of(right=0.4, style=None)], config)
+    assert found.total == pytest.approx(0.4 * 1.5), "a source that the row did not pick is no part"
+    assert found.parts == {"right": 0.4}
+
+
+values = st.one_of(st.none(), st.floats(-10, 10), st.just("timeout"))
+
+
+@given(st.lists(st.tuples(values, values, st.one_of(st.none(), st.floats(0, 1))), min_size=1))
+def test_failures_enter_no_total_and_vetoed_samples_are_never_the_best(
+    group: list[tuple[float | str | None, float | str | None, float | None]],
+) -> None:
+    config = ADD | {"format": section(role="veto", on_failure="abstain")}
+    rewards = [of(right=r, style=s, format=f) for r, s, f in group]
+    found = combine_group(rewards, config)
+    assert len(found) == len(group)
+    free = [o.total for o, (_, _, f) in zip(found, group, strict=True) if f is None or f >= 0.5]
+    lowest = min((t for t in free if t is not None), default=0.0)
+    for one, (right, _, gate) in zip(found, group, strict=True):
+        if right == "timeout":
+            assert (one.total, one.verdict) == (None, "drop_sample")
+        elif gate is not None and gate < 0.5:
+            assert one.total is not None
+            assert one.total <= min(0.0, lowest)

@@ -14,7 +14,7 @@ import pytest
 from tests.unit.test_rollouter import config_of
 
 from offbeat import loop as module
-from offbeat.errors import RunFailed, UserError
+from offbeat.errors import RewardsDown, RunFailed, UserError
 from offbeat.ledger import Counts, Flag
 from offbeat.loop import AsyncLoop, Outcome
 from offbeat.records import Batch, Group, Manifest, PolicyVersion, Prompt, Span
@@ -33,6 +33,7 @@ class Fakes:
         self.hook = hook
         self.calls: list[str] = []
         self.booked = 0
+        self.saved: list[str] = []
 
     async def _call(self, name: str) -> None:
         self.calls.append(name)
@@ -67,6 +68,9 @@ class Fakes:
     async def reward_stats(self) -> Mapping[str, SourceStats]:
         return {"judge": SourceStats(5, 1, {"timeout": 2})}
 
+    async def notices(self) -> list[str]:
+        return ["reward.judge is back"]
+
     async def drain(self) -> tuple[list[Span], list[Any], Tally]:
         await self._call("drain")
         return [], [], Tally()
@@ -84,6 +88,7 @@ class Fakes:
 
     async def save(self, path: Path, extra: Mapping[str, Any]) -> None:
         await self._call("save")
+        self.saved.append(path.name)
 
     async def drain_spans(self) -> list[Span]:
         await self._call("drain_spans")
@@ -102,7 +107,7 @@ def run(
             "validation": config.validation.model_copy(update=limit),
         }
     )
-    config.run_dir.mkdir()
+    config.run_dir.mkdir(parents=True)
     fakes = Fakes(hook)
     recorder = Recorder(
         config.run_dir, bound=2, total_steps=6, stream=None, replicas={}, started=time.time()
@@ -157,6 +162,26 @@ def test_whatever_fails_ends_the_run_with_its_cause_and_the_steps(
         assert str(outcome).endswith(f"; {steps} steps are done")
     assert summary["groups"]["trained"] == summary["groups"]["admitted"]
     assert summary["rewards"]["judge"]["failed"] == {"timeout": 2}, "also of discarded groups"
+
+
+def test_steps_that_are_done_are_saved_when_the_rollouter_ends_the_run(tmp_path: Path) -> None:
+    fakes, _, _ = run(tmp_path, failing("batch", 3, RewardsDown("reward.judge: nobody is there")))
+    assert fakes.saved == ["step-000000", "step-000003"]
+    fakes, _, _ = run(tmp_path / "b", failing("step", 3, ConnectionError("the trainer died")))
+    assert fakes.saved == ["step-000000"], "whoever died is not asked again"
+
+
+def test_what_the_rollouter_has_to_say_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "NOTICE_SECONDS", 0.01)
+
+    async def slow(call: str, before: int) -> None:
+        await asyncio.sleep(0.02 if call == "batch" else 0)
+
+    run(tmp_path, slow)
+    events = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").open()]
+    assert "reward.judge is back" in [e.get("message") for e in events]
 
 
 @pytest.mark.parametrize(("call", "time"), [("validate", 0), ("validate", 1), ("publish", 0)])

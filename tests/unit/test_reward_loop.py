@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
+from tests import virtual
 
 from offbeat.config import RewardSourceSection
-from offbeat.errors import DeadlinePassed, UserError
-from offbeat.records import Prompt, Reward, ScoreItem, Span
+from offbeat.errors import DeadlinePassed, RewardsDown, UserError
+from offbeat.records import Prompt, Reward, ScoreItem, Span, Transcript
 from offbeat.reward import loop as reward_loop
 from offbeat.reward.loop import RewardLoop, Scored
+from offbeat.track.transcripts import TranscriptWriter
 
 
 class Fake:
@@ -27,6 +32,11 @@ class Fake:
         self.started = self.stopped = False
         self.problem: Exception | None = None
         self.start_seconds = 0.0
+        self.down_since: float | None = None
+        self.seen: list[list[ScoreItem]] = []
+
+    def facts(self) -> dict[str, float]:
+        return {"calls": float(self.calls)}
 
     async def start(self) -> None:
         await asyncio.sleep(self.start_seconds)
@@ -37,14 +47,15 @@ class Fake:
     async def score(self, items: Sequence[ScoreItem]) -> list[Reward]:
         answer = self.script[min(self.calls, len(self.script) - 1)]
         self.calls += 1
+        self.seen.append(list(items))
         await asyncio.sleep(0)
         if isinstance(answer, Exception):
             raise answer
         if answer is None:
-            return [Reward.abstained(self.name)]
+            return [Reward.abstained(self.name) for _ in items]
         if isinstance(answer, str):
-            return [Reward.failed(self.name, answer, reason="scripted")]
-        return [Reward(self.name, "scored", answer)]
+            return [Reward.failed(self.name, answer, reason="scripted") for _ in items]
+        return [Reward(self.name, "scored", answer) for _ in items]
 
     async def drain_spans(self) -> list[Span]:
         return [Span(f"reward/{self.name}", 0, "score", 0.0, 1.0, 0.5)]
@@ -198,3 +209,186 @@ def test_create_has_a_deadline() -> None:
     assert slow.stopped
     with pytest.raises(UserError, match="do not match: b"):
         asyncio.run(RewardLoop.create({}, {"b": section()}))
+
+
+def prompt(**columns: Any) -> Prompt:
+    return Prompt(7, np.zeros(1, np.int32), "p", "q", columns=columns)
+
+
+def items(n: int, **columns: Any) -> list[ScoreItem]:
+    return [ScoreItem(prompt(**columns), f"answer {i}", index=i) for i in range(n)]
+
+
+def test_a_row_picks_its_sources_and_others_are_not_asked() -> None:
+    a, b, c = Fake("a", 1.0), Fake("b", 0.5), Fake("c", 0.25)
+    config = {
+        "a": section(),
+        "b": section(when={"task": ["math", "code"]}),
+        "c": section(when={"task": "chat"}),
+    }
+
+    async def main() -> list[Scored]:
+        loop = await RewardLoop.create({"a": a, "b": b, "c": c}, config)
+        rows: list[dict[str, Any]] = [{"task": "math"}, {"task": "chat"}, {"reward": "c"}, {}]
+        return [(await loop.score_group(items(1, **row)))[0] for row in rows]
+
+    found = asyncio.run(main())
+    assert [set(one.rewards) for one in found] == [{"a", "b"}, {"a", "c"}, {"c"}, {"a"}]
+    assert [one.total for one in found] == [1.5, 1.25, 0.25, 1.0]
+
+
+def test_a_source_that_compares_sees_the_whole_group_once() -> None:
+    alone, pairs = Fake("alone", 1.0), Fake("pairs", 0.5)
+    config = {
+        "alone": section(),
+        "pairs": section(kind="genrm", pairwise="circular", parser="choice"),
+    }
+
+    async def main() -> tuple[list[Scored], dict[str, Any]]:
+        loop = await RewardLoop.create({"alone": alone, "pairs": pairs}, config)
+        return await loop.score_group(items(3)), loop.stats()
+
+    found, stats = asyncio.run(main())
+    assert [len(call) for call in alone.seen] == [1, 1, 1]
+    assert [[item.index for item in call] for call in pairs.seen] == [[0, 1, 2]]
+    assert [one.total for one in found] == [1.5] * 3
+    assert (stats["pairs"].scored, stats["pairs"].facts) == (3, {"calls": 1.0})
+
+
+def test_scopes_are_counted_apart_and_judges_cost_is_told(tmp_path: Path) -> None:
+    call = Transcript("read", "8", 0.8, None, 100, 2, 0.5)
+    again = Transcript("read", "8", 0.8, cached=True)
+
+    class Judge(Fake):
+        async def score(self, items: Sequence[ScoreItem]) -> list[Reward]:
+            said = (call,) if not self.calls else (again,)
+            self.calls += 1
+            more = {"transcripts": said, "spread": 0.25}
+            return [Reward.scored(self.name, 0.8, **more) for _ in items]
+
+    async def main() -> tuple[RewardLoop, list[Scored]]:
+        writer = TranscriptWriter(tmp_path)
+        loop = await RewardLoop.create({"j": Judge("j", 1.0)}, {"j": section()}, transcripts=writer)
+        found = await loop.score_group(items(2), attempt=1)
+        found += await loop.score_group(items(1), scope="validation")
+        await loop.stop()
+        return loop, found
+
+    loop, found = asyncio.run(main())
+    train, held_out = loop.stats()["j"], loop.stats("validation")["j"]
+    assert (train.scored, train.calls, train.cached, train.prompt_tokens) == (2, 2, 1, 100)
+    assert (train.completion_tokens, train.seconds, train.spread) == (2, 0.5, 0.25)
+    assert (held_out.scored, held_out.cached, held_out.seconds) == (1, 1, None)
+    assert loop.drain()["j"].scored == 2
+    assert all(one.rewards["j"].transcripts == () for one in found)
+    rows = pq.read_table(tmp_path / "transcripts" / "part-000000.parquet").to_pylist()
+    assert [(r["scope"], r["ordinal"], r["attempt"], r["index"]) for r in rows] == [
+        ("train", 7, 1, 0), ("train", 7, 1, 1), ("validation", 7, 0, 0),
+    ]  # fmt: skip
+    assert (rows[0]["prompt"], rows[0]["raw"], rows[0]["value"]) == ("read", "8", 0.8)
+
+
+def test_normalisation_has_one_constant_for_a_group_and_learns_from_training_only() -> None:
+    source = Fake("s", 1.0, 3.0, 5.0, 100.0, 7.0)
+
+    async def main() -> tuple[list[Scored], list[Scored], list[Scored], RewardLoop]:
+        config = {"s": section(kind="disrm", normalize="running")}
+        loop = await RewardLoop.create({"s": source}, config)
+        first = await loop.score_group(items(3))
+        held_out = await loop.score_group(items(1), scope="validation")
+        return first, held_out, await loop.score_group(items(1)), loop
+
+    first, held_out, last, loop = asyncio.run(main())
+    values = [one.rewards["s"].value or 0.0 for one in first]
+    assert sum(values) == pytest.approx(0.0, abs=1e-6)
+    assert values[1] - values[0] == pytest.approx(values[2] - values[1])
+    assert (held_out[0].total or 0) > 40, "the mean and deviation are those of training"
+    assert (last[0].total or 0) < 2, "a validation teaches nothing"
+    assert loop.stats()["s"].facts["normalize_mean"] == pytest.approx(4.0)
+    assert loop.stats()["s"].mean == pytest.approx(4.0), "the mean told is that of raw values"
+
+
+def watched(
+    source: Fake, settings: dict[str, Any], body: Callable[[RewardLoop], Coroutine[Any, Any, None]]
+) -> list[str]:
+    """Runs `body` beside the watch under a virtual clock; returns what was said."""
+    changes: list[tuple[str, ...]] = []
+
+    async def main() -> list[str]:
+        loop = await RewardLoop.create({"s": source}, {"s": section(**settings)})
+
+        async def changed() -> None:
+            changes.append(loop.stalled)
+
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(loop.watch(changed))
+            await body(loop)
+            watch.cancel()
+        assert changes[:1] in ([], [("s",)])
+        return loop.notices()
+
+    return virtual.run(main())
+
+
+def test_a_source_that_is_down_stalls_admission_until_it_is_back() -> None:
+    source = Fake("s", 1.0)
+
+    async def body(loop: RewardLoop) -> None:
+        await asyncio.sleep(1)
+        assert loop.stalled == ()
+        source.down_since = asyncio.get_running_loop().time()
+        await asyncio.sleep(20)
+        assert loop.stalled == ("s",)
+        source.down_since = None
+        await asyncio.sleep(1)
+        assert loop.stalled == ()
+        assert loop.stalled_seconds == pytest.approx(20, abs=0.6)
+
+    down, back = watched(source, {"patience_seconds": 30}, body)
+    assert "reward.s: nobody is there" in down
+    assert "patience_seconds" in down
+    assert "reward.s is back after 20 s" in back
+
+
+def test_past_its_patience_a_source_ends_the_run() -> None:
+    source = Fake("s", 1.0)
+    source.down_since = 0.0
+
+    async def body(loop: RewardLoop) -> None:
+        await asyncio.sleep(1000)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        watched(source, {"patience_seconds": 30}, body)
+    assert isinstance(caught.value.exceptions[0], RewardsDown)
+    assert "patience_seconds = 30" in str(caught.value.exceptions[0])
+
+
+def test_a_source_over_its_budget_is_asked_again_until_it_is_well() -> None:
+    source = Fake("s", *["timeout"] * 25, 1.0)
+
+    async def body(loop: RewardLoop) -> None:
+        for _ in range(20):
+            await loop.score(ITEM)
+        await asyncio.sleep(1)
+        assert loop.stalled == ("s",)
+        await asyncio.sleep(60)
+        assert loop.stalled == (), "its last failed samples were asked again, and it is well"
+
+    over, back = watched(source, {"retries": 0, "patience_seconds": 100}, body)
+    assert re.search(r"100% of its last scores failed \(timeout \d+\)", over)
+    assert "max_failed_share = 0.5" in over
+    assert "is back" in back
+
+
+def test_failures_that_no_waiting_mends_end_the_run_at_once() -> None:
+    source = Fake("s", "raised")
+
+    async def body(loop: RewardLoop) -> None:
+        for _ in range(20):
+            await loop.score(ITEM)
+        await asyncio.sleep(1)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        watched(source, {"retries": 0}, body)
+    assert "100% of its last scores failed (raised" in str(caught.value.exceptions[0])
+    assert "mend it" in str(caught.value.exceptions[0])

@@ -83,12 +83,29 @@ class FakeRewards:
         self.verdict = verdict
         self.seen = 0
 
-    async def score(self, item: ScoreItem) -> Scored:
+    async def rate(self, item: ScoreItem, *, attempt: int = 0) -> dict[str, Reward]:
         self.seen += 1
         await asyncio.sleep(self.delay)
         if self.verdict == "keep":
-            return Scored({"r": Reward.scored("r", 1.0)}, 1.0, "keep")
-        return Scored({"r": Reward.failed("r", "timeout")}, None, self.verdict)  # type: ignore[arg-type]
+            return {"r": Reward.scored("r", 1.0)}
+        return {"r": Reward.failed("r", "timeout")}
+
+    def spoils(self, rewards: dict[str, Reward]) -> list[str]:
+        return ["r"] if self.verdict == "drop_group" else []
+
+    async def finish(
+        self, items: list[ScoreItem], rated: list[dict[str, Reward]], *, attempt: int = 0
+    ) -> list[Scored]:
+        return [
+            Scored(r, r["r"].value, "keep" if r["r"].value is not None else "drop_sample")
+            for r in rated
+        ]
+
+    stalled: tuple[str, ...] = ()
+    stalled_seconds = 0.0
+
+    async def watch(self, on_change: Callable[[], Awaitable[None]]) -> None:
+        await asyncio.Event().wait()
 
     async def drain_spans(self) -> list[Span]:
         return []
@@ -106,7 +123,7 @@ def config_of(tmp_path: Path, **train: Any) -> Config:
             "rollout": rollout,
             "train": {"groups_per_step": 4, "max_staleness": 2} | train,
             "weights": {"deadline_seconds": 0.5},
-            "reward": {"r": {"kind": "function", "function": "f.py:f"}},
+            "reward": {"r": {"kind": "function", "function": "f.py:f", "patience_seconds": 0.1}},
         }
     )
 
@@ -314,11 +331,9 @@ class ByAnswer(FakeRewards):
         super().__init__()
         self.rewards = rewards
 
-    async def score(self, item: ScoreItem) -> Scored:
+    async def rate(self, item: ScoreItem, *, attempt: int = 0) -> dict[str, Reward]:
         await asyncio.sleep(0.01 * (ord(item.completion) % 3))
-        reward = Reward.scored("r", self.rewards[item.completion])
-        verdict = "keep" if reward.status == "scored" else "drop_sample"
-        return Scored({"r": reward}, reward.value, verdict)  # type: ignore[arg-type]
+        return {"r": Reward.scored("r", self.rewards[item.completion])}
 
 
 def test_g5_dropped_samples_leave_the_others_rewards_in_place(tmp_path: Path) -> None:

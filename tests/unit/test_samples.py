@@ -39,7 +39,8 @@ def test_a_step_becomes_a_file(tmp_path: Path) -> None:
     assert list(table) == [
         "ordinal", "attempt", "index", "prompt", "completion", "total", "version_min",
         "version_max", "staleness", "tokens", "finish_reason", "value_correct", "status_correct",
-        "cause_correct", "value_judge", "status_judge", "cause_judge",
+        "cause_correct", "raw_correct", "spread_correct", "value_judge", "status_judge",
+        "cause_judge", "raw_judge", "spread_judge",
     ]  # fmt: skip
     assert table["ordinal"] == [41, 41, 41]
     assert table["total"] == [1.5, None, None]

@@ -20,6 +20,7 @@ from offbeat.reward.source import Scorer
 from offbeat.rollout.engine import Engine
 from offbeat.rollout.rollouter import Rollouter
 from offbeat.store import Store
+from offbeat.track.transcripts import TranscriptWriter
 
 if TYPE_CHECKING:
     from offbeat.train.trainer import Trainer
@@ -117,7 +118,9 @@ class Standing:
     replace_scorer: Callable[[str, int], Awaitable[Scorer]]
 
 
-async def make_rewards(config: Config, standing: Standing) -> RewardLoop:
+async def make_rewards(
+    config: Config, standing: Standing, transcripts: TranscriptWriter | None = None
+) -> RewardLoop:
     """The reward loop over all active sources; replicas come from each source's own pool."""
     sources = {
         name: build_source(
@@ -132,7 +135,13 @@ async def make_rewards(config: Config, standing: Standing) -> RewardLoop:
         )
         for name, section in config.active_rewards.items()
     }
-    return await RewardLoop.create(sources, config.active_rewards)
+    return await RewardLoop.create(
+        sources,
+        config.active_rewards,
+        column=config.data.reward_column,
+        known=tuple(config.reward),
+        transcripts=transcripts,
+    )
 
 
 class RolloutSide:
@@ -149,7 +158,8 @@ class RolloutSide:
 
     async def start(self, standing: Standing) -> int:
         """Reads prompts and starts the reward loop; returns how many ordinals there are."""
-        self._rewards = await make_rewards(self.config, standing)
+        transcripts = TranscriptWriter(self.config.run_dir)
+        self._rewards = await make_rewards(self.config, standing, transcripts)
         prompts, self._held_out = await asyncio.to_thread(self._read)
         self._prompts = prompts
         return prompts.total

@@ -64,6 +64,12 @@ class FailureBudget:
         """
         return _share(self._deciding())
 
+    @property
+    def commonest(self) -> str | None:
+        """The commonest cause among the outcomes that decide now; None without a failure."""
+        counts = Counter(cause for cause in self._deciding() if cause is not None)
+        return max(counts, key=counts.__getitem__, default=None)
+
     def causes(self) -> str:
         """The commonest causes among the outcomes that decide now: "timeout 12, unparseable 3"."""
         counts = Counter(cause for cause in self._deciding() if cause is not None)

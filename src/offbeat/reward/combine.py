@@ -3,18 +3,36 @@
 A failed, abstained or non-finite reward is absent: it enters no sum and is never 0. The total of
 what is present keeps the size that it would have with all sources: the weighted sum divided by the
 present weights and multiplied by all weights. With signed weights their absolute values count.
+
+Two roles are gates. A source of role "multiply" multiplies what the others add by its value (0 to
+1). One of role "veto" whose value is under its `veto_below` leaves nothing of it: the total is 0,
+or the lowest total of the group's other samples if that is below 0, so that a vetoed sample is
+never better than one that was not. A gate without a value does nothing (what a failure does to the
+sample is `on_failure`'s to say).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from offbeat.config import RewardSourceSection
 from offbeat.records import Reward
 
 Decision = Literal["keep", "drop_sample", "drop_group"]
+Sections = Mapping[str, RewardSourceSection]
+
+
+@dataclass(frozen=True, slots=True)
+class Combined:
+    """A sample's total (None if it is dropped), what it consists of (`Sample.parts`), and what
+    becomes of the sample."""
+
+    total: float | None
+    parts: dict[str, float]
+    verdict: Decision
 
 
 def present(reward: Reward) -> bool:
@@ -22,13 +40,31 @@ def present(reward: Reward) -> bool:
     return reward.status == "scored" and reward.value is not None and math.isfinite(reward.value)
 
 
+def combine_group(rewards: Sequence[Mapping[str, Reward]], config: Sections) -> list[Combined]:
+    """One `Combined` a sample of a group; the keys of `rewards` are the sources that score it."""
+    found = [_alone(of_sample, config) for of_sample in rewards]
+    vetoed = [_vetoed(of_sample, config) for of_sample in rewards]
+    free = [one for one, veto in zip(found, vetoed, strict=True) if not veto and one.parts]
+    totals = [one.total for one in free if one.total is not None]
+    names = {name for of_sample in rewards for name in of_sample if config[name].role == "add"}
+    worst = {name: min([0.0, *(f.parts[name] for f in free if name in f.parts)]) for name in names}
+    for place, veto in enumerate(vetoed):
+        if veto:
+            parts = {name: worst[name] for name in rewards[place] if name in names}
+            found[place] = Combined(min([0.0, *totals]), parts, "keep")
+    return [
+        _decided(one, decide(of_sample, config, one.total))
+        for one, of_sample in zip(found, rewards, strict=True)
+    ]
+
+
 def combine(rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> float | None:
     """The weighted sum over present sources, renormalised; None where nothing is present."""
-    values = {
-        name: reward.value
-        for name, reward in rewards.items()
-        if present(reward) and reward.value is not None
-    }
+    return weighted_sum(_values(rewards), weights)
+
+
+def weighted_sum(values: Mapping[str, float], weights: Mapping[str, float]) -> float | None:
+    """The same over values that are present; `weights` are those of all."""
     if not values:
         return None
     try:
@@ -43,11 +79,7 @@ def combine(rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> floa
     return total if math.isfinite(total) else None
 
 
-def decide(
-    rewards: Mapping[str, Reward],
-    config: Mapping[str, RewardSourceSection],
-    total: float | None,
-) -> Decision:
+def decide(rewards: Mapping[str, Reward], config: Sections, total: float | None) -> Decision:
     """What becomes of the sample: the strictest `on_failure` among the sources that failed.
 
     A sample without a total (every source abstained) cannot be trained: it is dropped.
@@ -58,3 +90,33 @@ def decide(
     if "retry_then_drop_sample" in policies or total is None:
         return "drop_sample"
     return "keep"
+
+
+def _alone(rewards: Mapping[str, Reward], config: Sections) -> Combined:
+    """What the sources add, times the gates that multiply; vetoes left out."""
+    values = _values(rewards)
+    factor = math.prod(value for n, value in values.items() if config[n].role == "multiply")
+    adding = {name: section for name, section in config.items() if name in rewards}
+    adding = {name: section for name, section in adding.items() if section.role == "add"}
+    parts = {name: value * factor for name, value in values.items() if name in adding}
+    parts = {name: value for name, value in parts.items() if math.isfinite(value)}
+    weights = {name: section.weight for name, section in adding.items()}
+    return Combined(weighted_sum(parts, weights), parts, "keep")
+
+
+def _vetoed(rewards: Mapping[str, Reward], config: Sections) -> bool:
+    return any(
+        config[name].role == "veto" and value < config[name].veto_below
+        for name, value in _values(rewards).items()
+    )
+
+
+def _values(rewards: Mapping[str, Reward]) -> dict[str, float]:
+    """The values that are there."""
+    return {n: r.value for n, r in rewards.items() if present(r) and r.value is not None}
+
+
+def _decided(combined: Combined, verdict: Decision) -> Combined:
+    if verdict == "keep":
+        return combined
+    return Combined(None, {}, verdict)

@@ -1,10 +1,16 @@
-"""The reward loop: a finished sample goes to all sources at once and comes back with one verdict.
+"""The reward loop: samples go to the sources of their row and come back with one total each.
 
-Invariants: each source gives exactly one typed outcome per sample; a failure is retried in one
-place only (the endpoint pool for a `base_url`, this loop for everything else) and is never a
-number; a call that was lost with its replica is asked again, whatever `retries` says; per source,
-scored + abstained + failed equals the samples seen. The loop owns no task beyond a call of
-`score`; deadlines of calls are the sources' own.
+```
+ sample ends ──► rate: every source that scores samples one by one, at once   ┐
+ group ends  ──► finish: sources that compare, normalisation, combination     ┴─► Scored
+```
+
+Invariants: each source that the row picks gives exactly one typed outcome per sample; a failure is
+retried in one place only (the endpoint pool for a `base_url`, this loop for everything else) and
+is never a number; a call that was lost with its replica is asked again, whatever `retries` says;
+per source, scored + abstained + failed equals the samples seen. One loop serves training,
+validation and `offbeat score`, each in a scope of its own: their counts are kept apart. The loop
+owns no task beyond a call; deadlines of calls are the sources' own.
 """
 
 from __future__ import annotations
@@ -12,16 +18,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from offbeat.config import RewardSourceSection
 from offbeat.errors import DeadlinePassed, UserError
+from offbeat.pick import picked
 from offbeat.records import Reward, ScoreItem, Span
-from offbeat.reward.combine import Decision, combine, decide, present
+from offbeat.reward.combine import Decision, combine_group, present
+from offbeat.reward.normalise import Normalizer
 from offbeat.reward.replicas import LOST
 from offbeat.reward.source import RewardSource
+from offbeat.reward.stats import Counters, SourceStats
+from offbeat.reward.watch import SourceWatch
+from offbeat.track.transcripts import TranscriptWriter
 
 __all__ = ["RewardLoop", "Scored", "SourceStats"]
 
@@ -33,66 +43,52 @@ DETERMINISTIC = frozenset({"too_long", "template_error"})
 LOST_LIMIT = 2
 """Times that a sample is asked again because its replica died. One that lost three replicas is
 likelier what kills them than a victim."""
+TRAIN = "train"
+
+Rewards = dict[str, Reward]
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """All sources' rewards of one sample, their total (None if dropped) and what to do with it."""
+    """All rewards of one sample, their total (None if dropped), what to do with it, and the
+    total's parts (`Sample.parts`)."""
 
-    rewards: dict[str, Reward]
+    rewards: Rewards
     total: float | None
     verdict: Decision
-
-
-@dataclass(frozen=True, slots=True)
-class SourceStats:
-    """What a source did: counts of outcomes, failures by cause, retries, mean of scored values."""
-
-    scored: int = 0
-    abstained: int = 0
-    failed: Mapping[str, int] = field(default_factory=dict)
-    retries: int = 0
-    mean: float | None = None
-
-
-class _Counters:
-    """Running counts of one source."""
-
-    def __init__(self) -> None:
-        self.scored = self.abstained = self.retries = 0
-        self.failed: Counter[str] = Counter()
-        self.mean = 0.0
-
-    def add(self, reward: Reward) -> None:
-        self.retries += reward.retries
-        if reward.status == "scored" and reward.value is not None:
-            self.scored += 1
-            self.mean += (reward.value - self.mean) / self.scored
-        elif reward.status == "abstained":
-            self.abstained += 1
-        else:
-            self.failed[reward.cause or "unknown"] += 1
-
-    def snapshot(self) -> SourceStats:
-        mean = self.mean if self.scored else None
-        return SourceStats(self.scored, self.abstained, dict(self.failed), self.retries, mean)
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 class RewardLoop:
-    """Scores samples with all sources; made by `await RewardLoop.create(...)`."""
+    """Scores samples with the sources of their row; made by `await RewardLoop.create(...)`."""
 
     def __init__(
-        self, sources: Mapping[str, RewardSource], config: Mapping[str, RewardSourceSection]
+        self,
+        sources: Mapping[str, RewardSource],
+        config: Mapping[str, RewardSourceSection],
+        *,
+        column: str = "reward",
+        known: tuple[str, ...] = (),
+        transcripts: TranscriptWriter | None = None,
     ) -> None:
-        """Use `create`: this one takes sources that are already started."""
+        """Use `create`: this one takes sources that are already started.
+
+        `column` holds a row's own choice of sources, `known` names that it may hold beside them.
+        """
         if set(sources) != set(config):
             odd = ", ".join(sorted(set(sources) ^ set(config)))
             raise UserError(f"reward sources and [reward] sections do not match: {odd}")
-        self._sources = dict(sources)
-        self._config = dict(config)
-        self._weights = {name: section.weight for name, section in config.items()}
-        self._all = {name: _Counters() for name in sources}
-        self._step = {name: _Counters() for name in sources}
+        self._sources, self._config = dict(sources), dict(config)
+        self._column, self._known = column, known
+        self._transcripts = transcripts
+        self._all: dict[str, dict[str, Counters]] = {}
+        self._step = {name: Counters() for name in sources}
+        self._normalizers = {
+            name: Normalizer(section)
+            for name, section in config.items()
+            if section.normalize != "none"
+        }
+        self._watch = SourceWatch(self._sources, self._config, self._ask)
 
     @classmethod
     async def create(
@@ -100,10 +96,13 @@ class RewardLoop:
         sources: Mapping[str, RewardSource],
         config: Mapping[str, RewardSourceSection],
         *,
+        column: str = "reward",
+        known: tuple[str, ...] = (),
+        transcripts: TranscriptWriter | None = None,
         deadline_seconds: float = 600.0,
     ) -> RewardLoop:
         """Starts all sources at once; if one cannot start, stops the others and says why."""
-        loop = cls(sources, config)
+        loop = cls(sources, config, column=column, known=known, transcripts=transcripts)
         started = False
         try:
             async with asyncio.timeout(deadline_seconds), asyncio.TaskGroup() as group:
@@ -123,26 +122,97 @@ class RewardLoop:
                     await loop.stop()
         return loop
 
-    async def score(self, item: ScoreItem) -> Scored:
-        """Asks all sources at once; returns their outcomes, the total and the verdict."""
-        async with asyncio.TaskGroup() as group:
-            tasks = {
-                name: group.create_task(self._outcome(name, item), name=f"reward/{name}")
-                for name in self._sources
-            }
-        rewards = {name: self._count(name, task.result()) for name, task in tasks.items()}
-        total = combine(rewards, self._weights)
-        verdict = decide(rewards, self._config, total)
-        return Scored(rewards, total if verdict == "keep" else None, verdict)
+    # -- scoring ---------------------------------------------------------------------------------
 
-    def stats(self) -> dict[str, SourceStats]:
-        """Counts since the start, by source."""
-        return {name: counters.snapshot() for name, counters in self._all.items()}
+    async def rate(self, item: ScoreItem, *, scope: str = TRAIN, attempt: int = 0) -> Rewards:
+        """The outcomes of the row's sources that score a sample alone, from the moment it ends."""
+        names = [name for name in self._picked(item) if not self._config[name].grouped]
+        found = await self._all_of(names, [item], scope, attempt)
+        return {name: rewards[0] for name, rewards in found.items()}
+
+    def spoils(self, rewards: Rewards) -> list[str]:
+        """The sources whose failure drops the whole group."""
+        return [
+            name
+            for name, reward in rewards.items()
+            if reward.status == "failed" and self._config[name].on_failure == "drop_group"
+        ]
+
+    async def finish(
+        self,
+        items: Sequence[ScoreItem],
+        rated: Sequence[Rewards],
+        *,
+        scope: str = TRAIN,
+        attempt: int = 0,
+    ) -> list[Scored]:
+        """What a group comes to when all its samples have ended and were rated, in order."""
+        if not items:
+            return []
+        names = self._picked(items[0])
+        grouped = [name for name in names if self._config[name].grouped]
+        compared = await self._all_of(grouped, items, scope, attempt)
+        rewards = [
+            {name: compared[name][i] if name in compared else rated[i][name] for name in names}
+            for i in range(len(items))
+        ]
+        rewards = self._normalised(rewards, learn=scope == TRAIN)
+        combined = combine_group(rewards, self._config)
+        return [
+            Scored(of_sample, one.total, one.verdict, one.parts)
+            for of_sample, one in zip(rewards, combined, strict=True)
+        ]
+
+    async def score_group(
+        self, items: Sequence[ScoreItem], *, scope: str = TRAIN, attempt: int = 0
+    ) -> list[Scored]:
+        """Rates and finishes samples of one prompt that have all ended."""
+        async with asyncio.TaskGroup() as group:
+            rate = [self.rate(item, scope=scope, attempt=attempt) for item in items]
+            tasks = [group.create_task(one) for one in rate]
+        rated = [task.result() for task in tasks]
+        return await self.finish(items, rated, scope=scope, attempt=attempt)
+
+    async def score(self, item: ScoreItem, *, scope: str = TRAIN) -> Scored:
+        """The same for one sample alone."""
+        (scored,) = await self.score_group([item], scope=scope)
+        return scored
+
+    # -- sources that are down -------------------------------------------------------------------
+
+    @property
+    def stalled(self) -> tuple[str, ...]:
+        """Sources that are down or fail too much: nothing is to be admitted meanwhile."""
+        return self._watch.stalled
+
+    @property
+    def stalled_seconds(self) -> float:
+        """Seconds in which some source was stalled, since the start."""
+        return self._watch.stalled_seconds
+
+    def notices(self) -> list[str]:
+        """Lines for the user about the sources, since the last call."""
+        return self._watch.notices()
+
+    async def watch(self, on_change: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Watches the sources for ever: run it as a task beside the scoring.
+
+        `on_change` is told when `stalled` has changed. Raises `RewardsDown` past a source's
+        patience.
+        """
+        await self._watch.run(on_change or _nothing)
+
+    # -- numbers ---------------------------------------------------------------------------------
+
+    def stats(self, scope: str = TRAIN) -> dict[str, SourceStats]:
+        """Counts since the start, by source, of one scope."""
+        counters = self._counters(scope)
+        return {name: counters[name].snapshot(self._facts(name)) for name in self._sources}
 
     def drain(self) -> dict[str, SourceStats]:
-        """Counts since the last drain (a step's), by source."""
-        drained = {name: counters.snapshot() for name, counters in self._step.items()}
-        self._step = {name: _Counters() for name in self._sources}
+        """Counts of training since the last drain (a step's), by source."""
+        drained = {name: c.snapshot(self._facts(name)) for name, c in self._step.items()}
+        self._step = {name: Counters() for name in self._sources}
         return drained
 
     async def drain_spans(self) -> list[Span]:
@@ -154,46 +224,104 @@ class RewardLoop:
     async def stop(self) -> None:
         """Stops all sources at once, also when one fails; waits 30 s at most."""
         stops = [source.stop() for source in self._sources.values()]
-        async with asyncio.timeout(STOP_SECONDS):
-            results = await asyncio.gather(*stops, return_exceptions=True)
+        try:
+            async with asyncio.timeout(STOP_SECONDS):
+                results = await asyncio.gather(*stops, return_exceptions=True)
+        finally:
+            if self._transcripts is not None:
+                await asyncio.to_thread(self._transcripts.close)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
 
-    def _count(self, name: str, reward: Reward) -> Reward:
-        """Counts what happened; with on_failure "abstain" a failure then counts as no opinion."""
-        self._all[name].add(reward)
-        self._step[name].add(reward)
-        if reward.status == "failed" and self._config[name].on_failure == "abstain":
-            return replace(reward, status="abstained")
-        return reward
+    # -- helpers ---------------------------------------------------------------------------------
 
-    async def _outcome(self, name: str, item: ScoreItem) -> Reward:
+    def _picked(self, item: ScoreItem) -> tuple[str, ...]:
+        return picked(item.prompt.columns, self._config, self._column, self._known)
+
+    def _counters(self, scope: str) -> dict[str, Counters]:
+        return self._all.setdefault(scope, {name: Counters() for name in self._sources})
+
+    def _facts(self, name: str) -> dict[str, float]:
+        facts = dict(self._sources[name].facts())
+        if (normalizer := self._normalizers.get(name)) is not None:
+            facts |= normalizer.facts()
+        return facts
+
+    async def _all_of(
+        self, names: Sequence[str], items: Sequence[ScoreItem], scope: str, attempt: int
+    ) -> dict[str, list[Reward]]:
+        """Asks several sources at once, and books what they said."""
+        async with asyncio.TaskGroup() as group:
+            tasks = {
+                name: group.create_task(self._outcomes(name, items), name=f"reward/{name}")
+                for name in names
+            }
+        found = {name: task.result() for name, task in tasks.items()}
+        if self._transcripts is not None:
+            rows = [{name: found[name][i] for name in names} for i in range(len(items))]
+            self._transcripts.write(scope, attempt, items, rows)
+        return {name: [self._count(name, r, scope) for r in of] for name, of in found.items()}
+
+    def _count(self, name: str, reward: Reward, scope: str) -> Reward:
+        """Counts what happened; with on_failure "abstain" a failure then counts as no opinion."""
+        self._counters(scope)[name].add(reward)
+        if scope == TRAIN:
+            self._step[name].add(reward)
+        if reward.status == "failed" and self._config[name].on_failure == "abstain":
+            reward = replace(reward, status="abstained")
+        return replace(reward, transcripts=()) if reward.transcripts else reward
+
+    def _normalised(self, rewards: Sequence[Rewards], *, learn: bool) -> list[Rewards]:
+        """With each source's own normalisation, by the same constants for the whole group."""
+        found = [dict(one) for one in rewards]
+        for name, normalizer in self._normalizers.items():
+            places = [i for i, one in enumerate(found) if name in one and present(one[name])]
+            values = [value for i in places if (value := found[i][name].value) is not None]
+            for i, value in zip(places, normalizer.group(values, learn=learn), strict=True):
+                found[i][name] = replace(found[i][name], value=value)
+        return found
+
+    async def _outcomes(self, name: str, items: Sequence[ScoreItem]) -> list[Reward]:
+        """One outcome an item, after retries of a call in which all of them failed."""
         section = self._config[name]
         budget = 0 if section.base_url is not None else section.retries
         retries = lost = 0
-        reward = await self._ask(name, item)
-        while _worth_retrying(reward, section):
-            if reward.cause == LOST and lost < LOST_LIMIT:
+        rewards = await self._ask(name, items)
+        while all(_worth_retrying(reward, section) for reward in rewards):
+            died = any(reward.cause == LOST for reward in rewards)
+            if died and lost < LOST_LIMIT:
                 lost += 1
-            elif reward.cause != LOST and retries < budget:
+            elif not died and retries < budget:
                 retries += 1
             else:
                 break
             pause = min(BACKOFF_LIMIT_SECONDS, BACKOFF_SECONDS * 2 ** (retries + lost - 1))
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-            reward = await self._ask(name, item)
-        return replace(reward, retries=reward.retries + retries + lost)
+            rewards = await self._ask(name, items)
+        self._watch.record(name, items, rewards)
+        more = retries + lost
+        return [replace(r, retries=r.retries + more) if more else r for r in rewards]
 
-    async def _ask(self, name: str, item: ScoreItem) -> Reward:
+    async def _ask(self, name: str, items: Sequence[ScoreItem]) -> list[Reward]:
         """One call; what breaks the source's contract becomes a typed failure too."""
         try:
-            (reward,) = await self._sources[name].score([item])
+            rewards = await self._sources[name].score(items)
+            if len(rewards) != len(items):
+                raise ValueError(f"{len(rewards)} rewards for {len(items)} samples")
         except Exception as error:
-            return Reward.failed(name, "source_error", reason=f"{type(error).__name__}: {error}")
-        if reward.status == "scored" and not present(reward):
-            return replace(reward, status="failed", value=None, cause="non_finite")
-        return reward
+            reason = f"{type(error).__name__}: {error}"
+            return [Reward.failed(name, "source_error", reason=reason) for _ in items]
+        return [
+            replace(reward, status="failed", value=None, cause="non_finite")
+            if reward.status == "scored" and not present(reward)
+            else reward
+            for reward in rewards
+        ]
+
+
+async def _nothing() -> None:
+    """Nobody is to be told."""
 
 
 def _worth_retrying(reward: Reward, section: RewardSourceSection) -> bool:

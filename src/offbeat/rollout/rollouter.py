@@ -18,7 +18,6 @@ from offbeat.errors import DeadlinePassed, OffbeatError, RequestRefused, RunFail
 from offbeat.ledger import Counts, Flag, Ledger
 from offbeat.records import (
     Batch,
-    Completion,
     GenerateRequest,
     Group,
     Manifest,
@@ -26,7 +25,6 @@ from offbeat.records import (
     Prompt,
     Sample,
     Sampling,
-    ScoreItem,
     Span,
 )
 from offbeat.reward.loop import RewardLoop, SourceStats
@@ -39,9 +37,9 @@ from offbeat.rollout.parts import (
     cause_of,
     measure_lag,
     spans_of,
-    too_few,
 )
 from offbeat.rollout.router import Place, Router, wait_for
+from offbeat.rollout.scoring import Rated, combine, rate
 from offbeat.rollout.validation import Check, greedy, unchecked, validate
 from offbeat.store import Store
 from offbeat.weights.sync import Replica, SyncReport, WeightSync
@@ -115,7 +113,8 @@ class Rollouter:
                 )
                 self.running.set()
                 lag = measure_lag(lambda: self.tally)
-                owned = [tasks.create_task(self._admit(tasks)), tasks.create_task(lag)]
+                watch = self.rewards.watch(self._notify)
+                owned = [tasks.create_task(loop) for loop in (self._admit(tasks), lag, watch)]
                 await self._stopping.wait()
                 for task in owned:
                     task.cancel()
@@ -177,12 +176,13 @@ class Rollouter:
             self.config.rollout.group_size,
             self.sampling,
         )
-        scoring: list[asyncio.Task[Sample]] = []
+        rating: list[asyncio.Task[Rated]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
                 async for completion in self._generation.once(request, place):
                     self.tally.generated_tokens += completion.tokens
-                    scoring.append(tasks.create_task(self._score(prompt, completion)))
+                    one = rate(self.rewards, prompt, completion, attempt)
+                    rating.append(tasks.create_task(one))
                 if not self._ledger.generated(prompt.ordinal, attempt):
                     raise GroupFailed("superseded")
                 self._record()
@@ -191,21 +191,10 @@ class Rollouter:
             if isinstance(error, RequestRefused):
                 raise GroupFailed("refused") from error
             raise error from None
-        samples = [task.result() for task in scoring]
-        if len(samples) != request.n:
-            raise OffbeatError(f"engine gave {len(samples)} of {request.n} samples")
-        if sum(sample.total is not None for sample in samples) < self.config.train.min_scored:
-            raise GroupFailed(too_few(samples))
-        return sorted(samples, key=lambda sample: sample.completion.index)
-
-    async def _score(self, prompt: Prompt, completion: Completion) -> Sample:
-        scored = await self.rewards.score(
-            ScoreItem(prompt, completion.text, completion.finish_reason)
-        )
-        if scored.verdict == "drop_group":
-            failed = [name for name, r in scored.rewards.items() if r.status == "failed"]
-            raise GroupFailed(f"reward failed: {', '.join(failed)}")
-        return Sample(completion, scored.rewards, scored.total)
+        rated = [task.result() for task in rating]
+        if len(rated) != request.n:
+            raise OffbeatError(f"engine gave {len(rated)} of {request.n} samples")
+        return await combine(self.rewards, rated, attempt, self.config.train.min_scored)
 
     async def _finish(self, prompt: Prompt, attempt: int, samples: list[Sample]) -> None:
         async with self._changed:
@@ -241,14 +230,17 @@ class Rollouter:
         Idempotent: asking again for the newest step gives the same batch. Waits for stragglers up
         to `train.straggler_patience_seconds`, then discards them by name.
 
-        Raises `RunFailed` after `train.batch_deadline_seconds`, saying whom it waited for.
+        Raises `RunFailed` after `train.batch_deadline_seconds`, saying whom it waited for; time in
+        which a reward source is down does not count, up to that source's patience.
         """
         if self._batch is not None and self._batch.step == step:
             return self._batch
         patience = self.config.train.straggler_patience_seconds
         give_up = time.monotonic() + self.config.train.batch_deadline_seconds
+        stalled_before = self.rewards.stalled_seconds
         while True:
-            left = give_up - time.monotonic()
+            stalled = self.rewards.stalled_seconds - stalled_before
+            left = give_up + min(stalled, self.config.reward_patience) - time.monotonic()
             try:
                 ordinals = await wait_for(
                     self._changed, lambda: self._take(step), min(patience, max(left, 0.01)),
@@ -317,6 +309,10 @@ class Rollouter:
         """The books: admitted = trained + discarded + live."""
         return self._ledger.counts()
 
+    async def notices(self) -> list[str]:
+        """Lines for the user about the reward sources, since the last call."""
+        return self.rewards.notices()
+
     async def reward_stats(self) -> Mapping[str, SourceStats]:
         """Outcomes by source so far, those of discarded groups included."""
         return self.rewards.stats()
@@ -342,7 +338,8 @@ class Rollouter:
     # -- helpers ---------------------------------------------------------------------------------
 
     def _may_admit(self) -> bool:
-        if self._sync is None:
+        """A reward source that is down stops admission, not what is in flight."""
+        if self._sync is None or self.rewards.stalled:
             return False
         return not self._final() and self._buffer.can_admit(self.sync.floor, self._next_step)
 

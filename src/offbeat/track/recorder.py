@@ -90,6 +90,22 @@ class SourceFacts(Protocol):
     def abstained(self) -> int: ...
     @property
     def failed(self) -> Mapping[str, int]: ...
+    @property
+    def retries(self) -> int: ...
+    @property
+    def calls(self) -> int: ...
+    @property
+    def cached(self) -> int: ...
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def completion_tokens(self) -> int: ...
+    @property
+    def seconds(self) -> float | None: ...
+    @property
+    def spread(self) -> float | None: ...
+    @property
+    def facts(self) -> Mapping[str, float]: ...
 
 
 class Recorder:
@@ -209,10 +225,7 @@ class Recorder:
         """At the end, also of a failed run: the ledger's counts, and the reward sources' own,
         which hold also what was scored for groups that were discarded."""
         self._stats.groups = dict(counts)
-        self._stats.outcomes = {
-            name: {"scored": r.scored, "abstained": r.abstained, "failed": dict(r.failed)}
-            for name, r in rewards.items()
-        }
+        self._stats.outcomes = {name: _outcome(source) for name, source in rewards.items()}
 
     def validation(self, version: int, metrics: Mapping[str, float]) -> None:
         """A validation pinned to one version."""
@@ -235,6 +248,27 @@ class Recorder:
         )
         write_summary(self.run_dir, summary)
         return summary
+
+
+def _outcome(source: SourceFacts) -> dict[str, Any]:
+    """Counts of a source, and what its judge's calls cost if it made any."""
+    counts: dict[str, Any] = {
+        "scored": source.scored,
+        "abstained": source.abstained,
+        "failed": dict(source.failed),
+        "retries": source.retries,
+    }
+    if source.calls:
+        counts |= {
+            "calls": source.calls,
+            "cached": source.cached,
+            "prompt_tokens": source.prompt_tokens,
+            "completion_tokens": source.completion_tokens,
+            "seconds_mean": source.seconds,
+        }
+    if source.spread is not None:
+        counts["spread_mean"] = source.spread
+    return counts | ({"facts": dict(source.facts)} if source.facts else {})
 
 
 def reward_record(batch: Batch) -> tuple[dict[str, float | None], dict[str, Any]]:

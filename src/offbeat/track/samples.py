@@ -37,8 +37,10 @@ class SampleWriter:
     """Writes one parquet file a step under `<run_dir>/samples`. Its methods never raise.
 
     For each reward source there are the columns `value_<source>` (null unless scored),
-    `status_<source>` (scored, abstained, failed; null if it did not see the sample) and
-    `cause_<source>` (of a failure). `staleness` is the step minus `version_min`, in steps.
+    `status_<source>` (scored, abstained, failed; null if it did not see the sample),
+    `cause_<source>` (of a failure), `raw_<source>` (a judge's words, a scorer's logit) and
+    `spread_<source>` (deviation of several votes). The calls of judges are in `transcripts/`.
+    `staleness` is the step minus `version_min`, in steps.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -92,6 +94,8 @@ def sample_columns(batch: Batch) -> Columns:
         columns[f"value_{source}"] = [r and r.value for r in rewards]
         columns[f"status_{source}"] = [r and r.status for r in rewards]
         columns[f"cause_{source}"] = [r and r.cause for r in rewards]
+        columns[f"raw_{source}"] = [r and r.raw for r in rewards]
+        columns[f"spread_{source}"] = [r and r.spread for r in rewards]
     return columns
 
 
@@ -115,6 +119,6 @@ def _fixed(step: int, group: Group, sample: Sample) -> dict[str, Any]:
 def _schema(columns: Columns) -> Any:
     fields = []
     for name in columns:
-        kind = pa.float64() if name.startswith("value_") else pa.string()
+        kind = pa.float64() if name.startswith(("value_", "spread_")) else pa.string()
         fields.append((name, FIXED_COLUMNS.get(name, kind)))
     return pa.schema(fields)

@@ -6,7 +6,7 @@ out and shifts no other.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from offbeat.advantage import group_advantages
+from offbeat.advantage import Advantages, batch_scaled, gdpo_advantages, group_advantages
 from offbeat.config import TrainSection
 from offbeat.errors import RunFailed
 from offbeat.loss import LossTerms
@@ -65,18 +65,47 @@ class StepSamples:
                 )
 
 
-def gather(batch: Batch, payloads: Sequence[Sequence[Payload]], train: TrainSection) -> StepSamples:
-    """Pairs samples with payloads and advantages; see `StepSamples`."""
-    kept: list[tuple[Payload, float, Trajectory]] = []
-    ordinals, staleness, no_signal = [], [], []
-    rewards, values, tokens = [], [], 0
-    for group, group_payloads in zip(batch.groups, payloads, strict=True):
-        advantages = group_advantages(
-            [sample.total for sample in group.samples],
-            algorithm=train.algorithm,
+def batch_advantages(
+    batch: Batch, train: TrainSection, gdpo: Mapping[str, float] | None
+) -> list[Advantages]:
+    """One `Advantages` a group; `gdpo` are the weights of the sources to normalise one by one."""
+    if gdpo is None:
+        return [
+            group_advantages(
+                [sample.total for sample in group.samples],
+                algorithm=train.algorithm,
+                eps=train.advantage_eps,
+                min_scored=train.min_scored,
+            )
+            for group in batch.groups
+        ]
+    found = [
+        gdpo_advantages(
+            [None if sample.total is None else sample.parts for sample in group.samples],
+            gdpo,
             eps=train.advantage_eps,
             min_scored=train.min_scored,
         )
+        for group in batch.groups
+    ]
+    scaled = batch_scaled([one.values[one.mask] for one in found], eps=train.advantage_eps)
+    for one, values in zip(found, scaled, strict=True):
+        one.values[one.mask] = values
+    return found
+
+
+def gather(
+    batch: Batch,
+    payloads: Sequence[Sequence[Payload]],
+    train: TrainSection,
+    gdpo: Mapping[str, float] | None = None,
+) -> StepSamples:
+    """Pairs samples with payloads and advantages; see `StepSamples` and `batch_advantages`."""
+    kept: list[tuple[Payload, float, Trajectory]] = []
+    ordinals, staleness, no_signal = [], [], []
+    rewards, values, tokens = [], [], 0
+    found = batch_advantages(batch, train, gdpo)
+    for group, group_payloads, advantages in zip(batch.groups, payloads, found, strict=True):
         if not advantages.signal:
             no_signal.append(group.prompt.ordinal)
         triples = zip(group.samples, group_payloads, advantages.values, strict=True)

@@ -115,7 +115,7 @@ class Trainer:
         started = time.perf_counter()
         if batch.step != self._step:
             raise RunFailed(f"the trainer is at step {self._step} and got batch {batch.step}")
-        samples = gather(batch, payloads, self.config.train)
+        samples = gather(batch, payloads, self.config.train, self.config.gdpo_weights)
         samples.check_staleness(self.config.train.max_staleness)
         rate = self._learning_rate()
         loss, norm, statistics = 0.0, 0.0, TokenStatistics()

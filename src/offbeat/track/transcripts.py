@@ -1,0 +1,111 @@
+"""transcripts/part-000003.parquet: every call of a judge, to read what it saw and what it said.
+
+Rows belong to samples by scope, ordinal, attempt and index; samples that were dropped are here
+too. Written from a thread, each file by an atomic rename; nothing here raises into scoring.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from offbeat.records import Reward, ScoreItem, Transcript
+from offbeat.track.metrics import TelemetryThread
+
+QUEUED_GROUPS = 2_000
+ROWS_A_FILE = 2_000
+COLUMNS: Mapping[str, Any] = {
+    "scope": pa.string(),
+    "ordinal": pa.int64(),
+    "attempt": pa.int32(),
+    "index": pa.int32(),
+    "source": pa.string(),
+    "prompt": pa.string(),
+    "raw": pa.string(),
+    "value": pa.float64(),
+    "cause": pa.string(),
+    "prompt_tokens": pa.int32(),
+    "completion_tokens": pa.int32(),
+    "seconds": pa.float32(),
+    "cached": pa.bool_(),
+    "other": pa.int32(),
+    "first": pa.bool_(),
+}
+Row = tuple[str, int, int, int, str, Transcript]
+
+
+class TranscriptWriter:
+    """Writes the transcripts under `<run_dir>/transcripts`, a file for some thousand calls."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.folder = run_dir / "transcripts"
+        self._rows: list[Row] = []
+        self._files = 0
+        self._lock = threading.Lock()  # the thread writes, and `close` after it
+        self._thread: TelemetryThread[list[Row]] = TelemetryThread(
+            "transcripts", self._take, QUEUED_GROUPS
+        )
+
+    @property
+    def lost(self) -> int:
+        """Groups or files that were not written."""
+        return self._thread.boundary.errors + self._thread.dropped
+
+    def write(
+        self, scope: str, attempt: int, items: Sequence[ScoreItem],
+        rewards: Sequence[Mapping[str, Reward]],
+    ) -> None:  # fmt: skip
+        """Queue what the judges of one group said."""
+        rows = [
+            (scope, item.prompt.ordinal, attempt, item.index, name, transcript)
+            for item, of_sample in zip(items, rewards, strict=True)
+            for name, reward in of_sample.items()
+            for transcript in reward.transcripts
+        ]
+        if rows:
+            self._thread.submit(rows)
+
+    def close(self) -> None:
+        """Write what is there, within 10 seconds."""
+        self._thread.close()
+        with self._thread.boundary, self._lock:
+            self._flush()
+
+    def _take(self, groups: list[list[Row]]) -> None:
+        with self._lock:
+            self._rows += [row for group in groups for row in group]
+            if len(self._rows) >= ROWS_A_FILE:
+                self._flush()
+
+    def _flush(self) -> None:
+        rows, self._rows = self._rows, []
+        if not rows:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"part-{self._files:06d}.parquet"
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            pq.write_table(_table(rows), temporary, compression="zstd")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        self._files += 1
+
+
+def _table(rows: Sequence[Row]) -> Any:
+    columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+    for scope, ordinal, attempt, index, source, call in rows:
+        values = (
+            scope, ordinal, attempt, index, source, call.prompt, call.raw, call.value, call.cause,
+            call.prompt_tokens, call.completion_tokens, call.seconds, call.cached, call.other,
+            call.first,
+        )  # fmt: skip
+        for name, value in zip(COLUMNS, values, strict=True):
+            columns[name].append(value)
+    return pa.table(columns, schema=pa.schema(list(COLUMNS.items())))
