@@ -33,11 +33,8 @@ from offbeat.data import (
 from offbeat.errors import UserError
 from offbeat.records import Prompt, ScoreItem
 from offbeat.reward.function import WorkerFailed, WorkerProcess
+from offbeat.reward.function_style import SHAPES, Outcome
 from offbeat.reward.template import TemplateFailed, TextTemplate
-
-FUNCTION_SHAPE = (
-    "it must take (prompts, completions, **columns) and return a number or None for each completion"
-)
 
 
 def preflight(
@@ -139,28 +136,32 @@ def _check_functions(
     Each runs in a worker process with its deadline, as it does in training.
     """
     found = [
-        (f"reward.{name}.function", source.function, rows, source.deadline_seconds)
+        (f"reward.{name}.function", source.function, rows, source)
         for name, source in config.active_rewards.items()
         if source.kind == "function" and source.function is not None
     ]
     spec = config.validation.function
     if spec is not None:
         seconds = config.validation.deadline_seconds
-        found.append(("validate.function", spec, held_out or rows, seconds))
+        checker = RewardSourceSection.model_validate(
+            {"kind": "function", "function": spec, "deadline_seconds": seconds}
+        )
+        found.append(("validate.function", spec, held_out or rows, checker))
     if found:
         say("")
-    for key, spec, of, seconds in found:
+    for key, spec, of, source in found:
         if not of:
             say(f"{key} = {spec!r} is not tried, as there are no rows here")
             continue
         prompts = [plain_prompt(config, row) for row in of[:3]]
-        worker = WorkerProcess(spec, config.base_dir, key)
+        worker = WorkerProcess(spec, config.base_dir, key, source.style, source.arguments)
         answers = {
             "empty": [""] * len(prompts),
             "reference": [reference_answer(config, prompt) for prompt in prompts],
             "short": ["x"] * len(prompts),
         }
-        asyncio.run(_try_function(worker, f"{key} = {spec!r}", prompts, answers, seconds, say))
+        who = f"{key} = {spec!r}"
+        asyncio.run(_try_function(worker, who, prompts, answers, source, say))
 
 
 def reference_answer(config: Config, prompt: Prompt) -> str:
@@ -173,46 +174,54 @@ async def _try_function(
     who: str,
     prompts: Sequence[Prompt],
     kinds: Mapping[str, Sequence[str]],
-    seconds: float,
+    source: RewardSourceSection,
     say: Say,
 ) -> None:
     failures: list[str] = []
+    shape = SHAPES[source.style]
     try:
         await worker.start()
         say(f"{who} on {len(prompts)} rows:")
         for kind, answers in kinds.items():
-            items = [ScoreItem(p, a) for p, a in zip(prompts, answers, strict=True)]
+            items = [
+                ScoreItem(prompt, answer, tokens=len(answer.split()))
+                for prompt, answer in zip(prompts, answers, strict=True)
+            ]
             began = time.perf_counter()
-            outcome = await worker.call(items, seconds)
+            answer = await worker.call(items, source.deadline_seconds)
             took = (time.perf_counter() - began) * 1000
-            if outcome.get("cause") == "bad_result":
-                raise UserError(f"{who} {outcome['reason']}; {FUNCTION_SHAPE}")
-            if "cause" in outcome:
-                shown = f"raised {outcome['reason']}"
+            if answer.get("cause") == "bad_result":
+                raise UserError(f"{who} {answer['reason']}; {shape}")
+            if "cause" in answer:
+                shown = f"raised {answer['reason']}"
                 failures.append(shown)
             else:
-                values = outcome["values"]
-                failures += [said for value in values if (said := _unusable(value))][:1]
-                shown = ", ".join(_shown(value) for value in values)
+                outcomes = answer["outcomes"]
+                failures += [said for outcome in outcomes if (said := _unusable(outcome))][:1]
+                shown = ", ".join(_shown(outcome) for outcome in outcomes)
             say(f"  {kind} answers: {shown} ({took:.1f} ms)")
     except WorkerFailed as error:
         raise UserError(f"{who} cannot be used: {error}; mend the function") from None
     finally:
         await worker.kill()
     if len(failures) == len(kinds):
-        raise UserError(f"{who} fails on every kind of answer: {failures[0]}; {FUNCTION_SHAPE}")
+        raise UserError(f"{who} fails on every kind of answer: {failures[0]}; {shape}")
 
 
-def _unusable(value: float | str | None) -> str | None:
-    """Why a value is no reward; None if it is one or no opinion."""
-    if isinstance(value, str) or value is None:
-        return value
-    return None if math.isfinite(value) else f"returned {value}"
+def _unusable(outcome: Outcome) -> str | None:
+    """Why an outcome is no reward; None if it is one or no opinion."""
+    if "cause" in outcome:
+        raised = "raised " if outcome["cause"] == "raised" else ""
+        return f"{raised}{outcome['reason']}"
+    value = outcome["value"]
+    return None if value is None or math.isfinite(value) else f"returned {value}"
 
 
-def _shown(value: float | str | None) -> str:
-    if isinstance(value, str):
-        return value
+def _shown(outcome: Outcome) -> str:
+    said = _unusable(outcome)
+    if said is not None and "cause" in outcome:
+        return said
+    value = outcome["value"]
     return "no opinion" if value is None else f"{value:g}"
 
 

@@ -22,12 +22,11 @@ from typing import Any
 from offbeat.config import RewardSourceSection
 from offbeat.errors import OffbeatError, UserError
 from offbeat.records import Reward, ScoreItem, Span
-from offbeat.reward.loader import RewardFunction, accepted, call_function, load_function
+from offbeat.reward.function_style import Calls, Outcome, RewardFunction, Style
+from offbeat.reward.loader import load_function
 from offbeat.reward.waiting import Waiter, WaitingLine
 
-__all__ = [
-    "FunctionSource", "RewardFunction", "accepted", "call_function", "columns_of", "load_function",
-]  # fmt: skip
+__all__ = ["FunctionSource", "RewardFunction", "WorkerProcess", "calls_of", "load_function"]
 
 LARGEST_BATCH = 64
 START_SECONDS = 120.0
@@ -48,20 +47,40 @@ class WorkerFailed(OffbeatError):
         self.cause, self.reason = cause, reason
 
 
-def columns_of(items: Sequence[ScoreItem]) -> dict[str, list[Any]]:
-    """The columns of the items as lists; None where a row lacks one. `reference` is one of them."""
+def calls_of(items: Sequence[ScoreItem]) -> Calls:
+    """What a function is told of samples. `columns` are the rows' own, None where a row lacks one,
+    and `reference`. A count of tokens that nobody took is None."""
     names = dict.fromkeys(name for item in items for name in item.prompt.columns)
     columns = {name: [item.prompt.columns.get(name) for item in items] for name in names}
     columns["reference"] = [item.prompt.reference for item in items]
-    return columns
+    messages = [item.prompt.messages for item in items]
+    return Calls(
+        prompts=[item.prompt.text for item in items],
+        completions=[item.completion for item in items],
+        columns=columns,
+        messages=[
+            None if said is None else [dict(message) for message in said] for said in messages
+        ],
+        finish_reasons=[item.finish_reason for item in items],
+        tokens=[item.tokens if item.tokens or not item.completion else None for item in items],
+    )
 
 
 class WorkerProcess:
     """One worker: started when needed, killed when late."""
 
-    def __init__(self, spec: str, base: Path, setting: str) -> None:
-        """Starts nothing."""
+    def __init__(
+        self,
+        spec: str,
+        base: Path,
+        setting: str,
+        style: Style = "offbeat",
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Starts nothing. `style` says how the function is called, `arguments` with what more."""
         self._spec, self._base, self._setting = spec, base, setting
+        self._settings = (style, dict(arguments or {}))
+        self.one_by_one = False
         self._process: asyncio.subprocess.Process | None = None
         self._answers: asyncio.StreamReader | None = None
         self._transport: asyncio.BaseTransport | None = None
@@ -89,26 +108,31 @@ class WorkerProcess:
             )  # fmt: skip
         finally:
             os.close(writing)
-        hello = await self._receive(START_SECONDS, "importing the function")
+        stdin = self._send(self._settings)
+        hello = await self._receive(START_SECONDS, "importing the function", stdin)
         if "user_error" in hello:
             await self.kill()
             raise UserError(hello["user_error"])
+        self.one_by_one = bool(hello["one_by_one"])
 
     async def call(self, items: Sequence[ScoreItem], deadline: float) -> dict[str, Any]:
-        """The answer as in `call_function`; raises `WorkerFailed`."""
+        """The answer as in `function_style`; raises `WorkerFailed`."""
         if self.pid is None:
             try:
                 await self.start()
             except UserError as error:
                 raise WorkerFailed("unavailable", str(error)) from error
-        prompts = [item.prompt.text for item in items]
-        completions = [item.completion for item in items]
-        body = pickle.dumps((prompts, completions, columns_of(items)))
+        stdin = self._send(calls_of(items))
+        return await self._receive(deadline, "the function", stdin)
+
+    def _send(self, request: object) -> asyncio.StreamWriter:
+        """Puts a request on its way; who receives the answer waits until it has gone."""
         stdin = None if self._process is None else self._process.stdin
         if stdin is None:
             raise WorkerFailed("worker_died", "the worker has no stdin")
+        body = pickle.dumps(request)
         stdin.write(_HEADER.pack(len(body)) + body)
-        return await self._receive(deadline, "the function", stdin)
+        return stdin
 
     async def kill(self) -> None:
         """Kills the process with all that it started."""
@@ -160,7 +184,10 @@ class FunctionSource:
         self._name, self._section = name, section
         setting = f"reward.{name}.function"
         self._workers = [
-            WorkerProcess(section.function, base.resolve(), setting) for _ in range(section.workers)
+            WorkerProcess(
+                section.function, base.resolve(), setting, section.style, section.arguments
+            )
+            for _ in range(section.workers)
         ]
         self._line = WaitingLine(name)
         self._tasks: list[asyncio.Task[None]] = []
@@ -216,7 +243,8 @@ class FunctionSource:
         await asyncio.gather(*(worker.kill() for worker in self._workers))
 
     async def _serve(self, number: int) -> None:
-        limit = min(LARGEST_BATCH, self._section.concurrency)
+        alone = self._workers[number].one_by_one
+        limit = 1 if alone else min(LARGEST_BATCH, self._section.concurrency)
         while True:
             waiters = await self._line.take(limit, len(self._workers))
             try:
@@ -258,16 +286,19 @@ class FunctionSource:
             )  # fmt: skip
         if "cause" in answer:
             return Reward.failed(self._name, answer["cause"], reason=answer["reason"])
-        for waiter, value in zip(waiters, answer["values"], strict=True):
-            waiter.give(self._reward(value))
+        for waiter, outcome in zip(waiters, answer["outcomes"], strict=True):
+            waiter.give(self._reward(outcome))
         return None
 
-    def _reward(self, value: float | str | None) -> Reward:
+    def _reward(self, outcome: Outcome) -> Reward:
+        raw = outcome.get("raw", "")
+        if "cause" in outcome:
+            reason = outcome["reason"]
+            return Reward.failed(self._name, outcome["cause"], reason=reason, raw=raw)
+        value = outcome["value"]
         if value is None:
-            return Reward.abstained(self._name)
-        if isinstance(value, str):
-            return Reward.failed(self._name, "bad_result", reason=value)
-        return Reward.scored(self._name, value, raw=repr(value))
+            return Reward.abstained(self._name, raw=raw)
+        return Reward.scored(self._name, value, raw=raw or repr(value))
 
     @staticmethod
     def _give_up(waiters: Sequence[Waiter], reward: Reward) -> None:

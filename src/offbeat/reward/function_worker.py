@@ -1,8 +1,9 @@
 """The process that runs a user's reward function: `python -m offbeat.reward.function_worker`.
 
-Requests come on stdin (pickle), answers go to a pipe of their own (JSON), both with a length in
-front; the function's prints go to stderr. When stdin closes, because the parent stopped the worker
-or died, the process ends with all that it started, also in the middle of a call.
+Requests come on stdin (pickle; the first is the function's style and arguments), answers go to a
+pipe of their own (JSON), both with a length in front; the function's prints go to stderr. When
+stdin closes, because the parent stopped the worker or died, the process ends with all that it
+started, also in the middle of a call.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from offbeat.errors import UserError
-from offbeat.reward.loader import call_function, load_function
+from offbeat.reward.loader import load_caller
 
 HEADER = struct.Struct(">Q")
 
@@ -34,12 +35,13 @@ def main(arguments: list[str]) -> int:
     answers = os.fdopen(int(pipe), "wb")
     requests: queue.Queue[bytes] = queue.Queue()
     threading.Thread(target=_read, args=(_take_stdin(), requests), daemon=True).start()
+    style, settings = pickle.loads(requests.get())
     try:
-        function = load_function(spec, setting, Path(base))
+        caller = load_caller(spec, setting, Path(base), style, settings)
     except UserError as error:
         _send(answers, {"user_error": str(error)})
         return 2
-    _send(answers, {"ready": True})
+    _send(answers, {"one_by_one": caller.one_by_one})
     with asyncio.Runner() as runner:
 
         def run(awaitable: Awaitable[Any]) -> Any:
@@ -49,10 +51,9 @@ def main(arguments: list[str]) -> int:
             return runner.run(wrapped())
 
         while True:
-            request = pickle.loads(requests.get())
+            calls = pickle.loads(requests.get())
             start, cpu = time.time(), time.process_time()
-            prompts, completions, columns = request
-            answer = call_function(function, prompts, completions, columns, run)
+            answer = caller(calls, run)
             answer.update(start=start, end=time.time(), cpu=time.process_time() - cpu)
             _send(answers, answer)
 

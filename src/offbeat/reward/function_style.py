@@ -1,0 +1,325 @@
+"""How a reward function is called, and what its answer is: Offbeat's, TRL's and verl's conventions.
+
+Standard library only: worker processes import it and start fast. Whatever the style, an answer is a
+list of outcomes, one a sample: `{"value": number | None}`, perhaps with `raw`, its text; or
+`{"cause", "reason"}`. A call that failed as a whole is one `{"cause", "reason"}` alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from offbeat.errors import UserError
+
+RewardFunction = Callable[..., Any]
+Style = Literal["offbeat", "trl", "verl"]
+Outcome = dict[str, Any]
+Run = Callable[[Awaitable[Any]], Any]
+
+RAW_KEPT = 4000
+SPECIAL = ("finish_reason", "completion_tokens")
+"""What is told of a completion to a function that names it."""
+SHAPES: Mapping[str, str] = {
+    "offbeat": "it must take (prompts, completions, **columns) and return a number or None for "
+    "each completion",
+    "trl": "it must take prompts, completions and columns by name, as TRL's reward_funcs do, and "
+    "return a number or None for each completion",
+    "verl": "it must take data_source, solution_str, ground_truth and extra_info by name, as "
+    "verl's compute_score does, and return a number, or a dict with a score",
+}
+_NO_COLUMNS = ("prompt", "completion", "completion_ids")
+"""Columns of a data set that TRL hands to no function."""
+_NOT_HERE = {
+    "completion_ids": "a reward source sees texts; name completion_tokens, their number, instead",
+    "environments": "there are no environments",
+}
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Samples to be scored in one call, as lists of equal length; `columns` are the rows' own.
+
+    `messages` are those of a conversational prompt, else None. `tokens` None: not counted.
+    """
+
+    prompts: list[str]
+    completions: list[str]
+    columns: dict[str, list[Any]]
+    messages: list[list[dict[str, str]] | None] = field(default_factory=list)
+    finish_reasons: list[str] = field(default_factory=list)
+    tokens: list[int | None] = field(default_factory=list)
+
+    def special(self) -> dict[str, list[Any]]:
+        """The special columns."""
+        return {"finish_reason": self.finish_reasons, "completion_tokens": self.tokens}
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """A function with its style and the arguments that the configuration gives it."""
+
+    function: RewardFunction
+    style: Style
+    arguments: Mapping[str, Any]
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether it scores one sample after another, so that a deadline is one sample's."""
+        return self.style == "verl" and not _is_async(self.function)
+
+    def check(self, who: str, setting: str) -> None:
+        """Raises `UserError` for a function that cannot be called so, and for arguments that it
+        does not take. `who` names the function, `setting` where it is set."""
+        parameters = _parameters(self.function, who, setting)
+        if self.style == "offbeat":
+            _check_two_lists(parameters, who, setting)
+        else:
+            needed = "completions" if self.style == "trl" else "solution_str"
+            _check_by_name(parameters, needed, self.style, who, setting)
+        ours = {"trl": ("prompts", "completions"), "verl": ("solution_str",)}.get(self.style, ())
+        _check_arguments(self, parameters, ours, who, setting.removesuffix(".function"))
+
+    def __call__(self, calls: Calls, run: Run) -> dict[str, Any]:
+        """Calls the function and sorts out what happened, as plain values: `{"outcomes": [...]}`,
+        or `{"cause", "reason"}` for an exception ("raised") or an answer of another length or type
+        ("bad_result"). `run` runs an awaitable to its end."""
+        if self.style == "verl":
+            return {"outcomes": self._each(calls, run)}
+        try:
+            result = self._offbeat(calls) if self.style == "offbeat" else self._trl(calls)
+            if inspect.isawaitable(result):
+                result = run(result)
+        except (Exception, SystemExit) as error:
+            return {"cause": "raised", "reason": reason_of(error)}
+        return _listed(result, len(calls.completions))
+
+    def _offbeat(self, calls: Calls) -> Any:
+        taken = accepted(self.function, calls.columns, calls.special(), skip=2)
+        return self.function(
+            list(calls.prompts), list(calls.completions), **(taken | dict(self.arguments))
+        )
+
+    def _trl(self, calls: Calls) -> Any:
+        """By keyword; a conversational prompt gives its completion as a list of one message."""
+        conversations = calls.messages or [None] * len(calls.prompts)
+        given: dict[str, Any] = {
+            "prompts": [
+                prompt if messages is None else messages
+                for prompt, messages in zip(calls.prompts, conversations, strict=True)
+            ],
+            "completions": [
+                text if messages is None else [{"role": "assistant", "content": text}]
+                for text, messages in zip(calls.completions, conversations, strict=True)
+            ],
+            "trainer_state": None,
+            "log_extra": _unlogged,
+            "log_metric": _unlogged,
+        }
+        columns = {k: v for k, v in calls.columns.items() if k not in _NO_COLUMNS}
+        given = columns | given | dict(self.arguments)
+        return self.function(**accepted(self.function, given, calls.special()))
+
+    def _each(self, calls: Calls, run: Run) -> list[Outcome]:
+        """verl's function scores a sample alone; async ones are awaited together."""
+        outcomes: list[Any] = [self._guarded(calls, i) for i in range(len(calls.completions))]
+        waiting = [i for i, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)]
+        if waiting:
+            found = run(_gathered([outcomes[i] for i in waiting]))
+            for i, result in zip(waiting, found, strict=True):
+                raised = isinstance(result, BaseException)
+                outcomes[i] = _raised(result) if raised else result
+        return [_outcome(outcome) for outcome in outcomes]
+
+    def _guarded(self, calls: Calls, i: int) -> Any:
+        try:
+            return self._verl(calls, i)
+        except (Exception, SystemExit) as error:
+            return _raised(error)
+
+    def _verl(self, calls: Calls, i: int) -> Any:
+        row = {name: values[i] for name, values in calls.columns.items()}
+        model = row.get("reward_model")
+        truth = model.get("ground_truth") if isinstance(model, Mapping) else None
+        extra = row.get("extra_info")
+        given: dict[str, Any] = {
+            "data_source": row.get("data_source") or "",
+            "solution_str": calls.completions[i],
+            "ground_truth": row.get("reference") if truth is None else truth,
+            "extra_info": {} if extra is None else extra,
+        }
+        special = {name: values[i] for name, values in calls.special().items() if values}
+        return self.function(**accepted(self.function, given | dict(self.arguments), special))
+
+
+@dataclass(frozen=True, slots=True)
+class _Raised:
+    """What a function raised for one sample, told apart from what it may return."""
+
+    reason: str
+
+
+def accepted(
+    function: RewardFunction,
+    given: Mapping[str, Any],
+    named_only: Mapping[str, Any] | None = None,
+    *,
+    skip: int = 0,
+) -> dict[str, Any]:
+    """Those of the values that the signature takes by keyword: all if it has `**kwargs`.
+
+    What is `named_only` goes only to a parameter of its own name. The first `skip` parameters are
+    given by place.
+    """
+    parameters = list(inspect.signature(function).parameters.values())
+    names = {
+        p.name for p in parameters[skip:] if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
+    every = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    placed = {p.name for p in parameters[:skip]}
+    taken = {
+        key: value
+        for key, value in given.items()
+        if key in names or (every and key.isidentifier() and key not in placed)
+    }
+    return taken | {k: v for k, v in (named_only or {}).items() if k in names}
+
+
+def reason_of(error: BaseException) -> str:
+    """The exception and the deepest line of it outside the code that imports and calls."""
+    inner = (__file__, str(Path(__file__).with_name("loader.py")), "<frozen")
+    raised = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in raised if not frame.filename.startswith(inner)]
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {str(error)[:500]}{place}"
+
+
+# -- what comes back -----------------------------------------------------------------------------
+
+
+def _listed(result: Any, wanted: int) -> dict[str, Any]:
+    sized = hasattr(result, "__len__") and hasattr(result, "__iter__")
+    if not sized or isinstance(result, str | bytes | Mapping):
+        reason = f"returned {type(result).__name__} instead of a list"
+        return {"cause": "bad_result", "reason": reason}
+    if len(result) != wanted:
+        reason = f"returned {len(result)} values for {wanted} completions"
+        return {"cause": "bad_result", "reason": reason}
+    return {"outcomes": [_plain(value) for value in result]}
+
+
+def _outcome(result: Any) -> Outcome:
+    """A result of verl's: a number, or a dict with a score, of which the rest is kept as text."""
+    if isinstance(result, _Raised):
+        return {"cause": "raised", "reason": result.reason}
+    if not isinstance(result, Mapping):
+        return _plain(result)
+    raw = json.dumps(dict(result), ensure_ascii=False, default=str)[:RAW_KEPT]
+    if "score" not in result:
+        return {"cause": "bad_result", "reason": "returned a dict without score", "raw": raw}
+    return _plain(result["score"]) | {"raw": raw}
+
+
+def _plain(value: Any) -> Outcome:
+    if value is None:
+        return {"value": None}
+    odd = {"cause": "bad_result", "reason": f"{value!r:.80} is not a number"}
+    if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
+        return odd
+    try:
+        return {"value": float(value)}
+    except OverflowError:
+        return {"value": float("inf")}
+    except (TypeError, ValueError) as error:
+        return {"cause": "bad_result", "reason": f"{value!r:.80} is not a number ({error})"}
+
+
+def _raised(error: BaseException) -> _Raised:
+    return _Raised(reason_of(error))
+
+
+async def _gathered(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+    return await asyncio.gather(*awaitables, return_exceptions=True)
+
+
+def _unlogged(*_: Any, **__: Any) -> None:
+    """TRL's log_extra and log_metric: there is no table of completions to log to."""
+
+
+# -- what can be called --------------------------------------------------------------------------
+
+
+def _is_async(function: RewardFunction) -> bool:
+    called = type(function).__call__
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+
+
+def _parameters(function: Any, who: str, setting: str) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{setting}: {who} has no readable signature") from error
+
+
+def _check_two_lists(parameters: Sequence[inspect.Parameter], who: str, setting: str) -> None:
+    positional = [p for p in parameters[:2] if p.kind in _POSITIONAL]
+    several = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
+    if len(positional) < 2 and not several:
+        raise UserError(
+            f"{setting}: {who} must take (prompts, completions, **columns); it cannot be called "
+            "with two lists"
+        )
+
+
+def _check_by_name(
+    parameters: Sequence[inspect.Parameter], needed: str, style: Style, who: str, setting: str
+) -> None:
+    """`needed` must be taken by name, and nothing may be required that nobody can give."""
+    every = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if not every and needed not in {p.name for p in named}:
+        raise UserError(
+            f'{setting}: {who} does not take {needed} by name, as style = "{style}" gives it; it '
+            f"takes {', '.join(p.name for p in parameters) or 'nothing'}"
+        )
+    for parameter in named:
+        why = _NOT_HERE.get(parameter.name) if style == "trl" else None
+        if why is not None and parameter.default is parameter.empty:
+            raise UserError(f"{setting}: {who} requires {parameter.name}, and {why}")
+
+
+def _check_arguments(
+    caller: Caller,
+    parameters: Sequence[inspect.Parameter],
+    ours: Sequence[str],
+    who: str,
+    section: str,
+) -> None:
+    if not caller.arguments:
+        return
+    by_place = 2 if caller.style == "offbeat" else 0
+    placed = [p.name for p in parameters[:by_place] if p.kind in _POSITIONAL] + list(ours)
+    takes = [
+        p.name
+        for p in parameters[by_place:]
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in placed
+    ]
+    every = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    for name in caller.arguments:
+        if name in placed:
+            raise UserError(
+                f"{section}.arguments.{name} is what {who} is called with for every sample; take "
+                "it out"
+            )
+        if name not in takes and not every:
+            raise UserError(
+                f"{section}.arguments.{name} is no parameter of {who}, which takes "
+                f"{', '.join(takes) or 'none'}"
+            )
