@@ -9,6 +9,7 @@ import socket
 import statistics
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +58,20 @@ def test_an_answer_with_usage_and_what_the_call_had() -> None:
         assert (call.text, call.body["seed"], server.arrived_calls) == ("abcdefgh", 7, 1)
         models = httpx.get(f"{server.base_url}/models").json()["data"]
         assert [model["id"] for model in models] == ["judge"]
-        assert httpx.get(f"{server.base_url}/stats").json() == {
-            "calls": 1, "now": 0, "most_at_once": 1,
-        }  # fmt: skip
+        stats = httpx.get(f"{server.base_url}/stats").json()
+        assert 0 <= stats.pop("call_seconds") < 10
+        assert stats == {"calls": 1, "now": 0, "most_at_once": 1}
         assert httpx.get(f"{server.base_url}/else").status_code == 404
         assert httpx.post(f"{server.base_url}/else", json={}).status_code == 404
         assert httpx.post(f"{server.base_url}/chat/completions", json={}).status_code == 400
+
+
+def test_call_seconds_are_the_time_of_all_calls_together() -> None:
+    with JudgeServer(delay=0.3) as server, ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda _: ask(server), range(8)))
+        assert 8 * 0.3 <= server.call_seconds < 8 * 10
+        before = server.call_seconds
+        assert server.call_seconds == before  # nothing is under way
 
 
 def test_a_distribution_is_drawn_by_seed_and_read_as_log_probs() -> None:
@@ -290,7 +299,9 @@ def test_in_a_process_of_its_own_killed_and_back(tmp_path: Path) -> None:
         url, address = f"{judge.base_url}/chat/completions", judge.base_url
         assert httpx.post(url, json=request()).status_code == 500
         assert said(httpx.post(url, json=request())) == [BABBLE]
-        assert judge.stats() == {"calls": 2, "now": 0, "most_at_once": 1}
+        stats = judge.stats()
+        assert stats.pop("call_seconds") > 0
+        assert stats == {"calls": 2, "now": 0, "most_at_once": 1}
         judge.kill()
         with pytest.raises(httpx.ConnectError):
             httpx.post(url, json=request())

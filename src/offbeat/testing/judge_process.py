@@ -73,10 +73,11 @@ class JudgeProcess:
             self._process.terminate()
         self._end()
 
-    def stats(self) -> dict[str, int]:
-        """Chat completions so far, now, and the most at once: `calls`, `now`, `most_at_once`."""
+    def stats(self) -> dict[str, float]:
+        """Chat completions so far, now, the most at once, and `JudgeServer.call_seconds`: `calls`,
+        `now`, `most_at_once`, `call_seconds`."""
         with urllib.request.urlopen(f"{self.base_url}/stats", timeout=30) as reply:
-            found: dict[str, int] = json.load(reply)
+            found: dict[str, float] = json.load(reply)
         return found
 
     def _end(self) -> None:

@@ -109,6 +109,7 @@ class JudgeServer:
         self.arrived_calls = self.most_at_once = self.now = 0
         self._script = deque(script)
         self._host, self._port, self._keep = host, port, keep_calls
+        self._seconds, self._counted = 0.0, time.monotonic()  # call seconds until then
         self._open: set[Connection] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -122,7 +123,7 @@ class JudgeServer:
         """Opens the port; raises `OSError` if it is taken."""
         listener = socket.create_server((self._host, self._port), backlog=BACKLOG)
         self._port = listener.getsockname()[1]
-        self.now = 0
+        self._change(-self.now)
         ready = threading.Event()
         self._thread = threading.Thread(
             target=self._run, args=(listener, ready), name=f"judge {self._port}", daemon=True
@@ -177,7 +178,7 @@ class JudgeServer:
         self.arrived_calls += 1
         if self._keep:
             self.calls.append(Call(time.monotonic(), body, headers))
-        self.now += 1
+        self._change(1)
         self.most_at_once = max(self.most_at_once, self.now)
         if self._script:
             fault = self._script.popleft()
@@ -190,7 +191,18 @@ class JudgeServer:
 
     def left(self) -> None:
         """A call was answered, or its client is gone. For connections."""
-        self.now -= 1
+        self._change(-1)
+
+    @property
+    def call_seconds(self) -> float:
+        """Calls under way, summed over time: divided by seconds, the mean of `now`."""
+        return self._seconds + self.now * (time.monotonic() - self._counted)
+
+    def _change(self, calls: int) -> None:
+        now = time.monotonic()
+        self._seconds += self.now * (now - self._counted)
+        self._counted = now
+        self.now += calls
 
     def answer(self, fault: Fault, body: dict[str, Any]) -> bytes:
         """The body for a call. For connections."""
@@ -214,7 +226,8 @@ class JudgeServer:
             return 200, {"object": "list", "data": [{"id": self.model, "object": "model"}]}
         if path.endswith("/stats"):
             counts = {"calls": self.arrived_calls, "now": self.now}
-            return 200, counts | {"most_at_once": self.most_at_once}
+            most = {"most_at_once": self.most_at_once, "call_seconds": self.call_seconds}
+            return 200, counts | most
         return 404, {}
 
     def known(self, connection: Connection, *, open: bool) -> None:
