@@ -15,7 +15,7 @@ from offbeat.track.summary import RunStats, build_summary, write_summary
 
 KEYS = {
     "status", "steps", "wall_seconds", "groups", "staleness", "validation", "rewards",
-    "throughput", "busy", "overlap", "sync", "drift",
+    "throughput", "busy", "overlap", "sync", "drift", "health", "anchors",
 }  # fmt: skip
 
 

@@ -67,6 +67,7 @@ async def _run(
             stream=stream,
             replicas=_replicas(config),
             started=started,
+            sources=config.active_rewards,
         )
         recorder.say(f"{roles.total_steps} steps; everything is in {config.run_dir}")
         status: str = "finished"

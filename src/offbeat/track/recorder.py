@@ -8,12 +8,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from offbeat.config import RewardSourceSection
 from offbeat.records import Batch, Reward, Span
 from offbeat.track.console import Console
 from offbeat.track.drift import DriftWatch
-from offbeat.track.metrics import MetricsWriter
+from offbeat.track.health import Health
+from offbeat.track.metrics import MetricsWriter, TelemetryBoundary
 from offbeat.track.samples import SampleWriter
 from offbeat.track.summary import RunStats, build_summary, write_summary
+from offbeat.track.truth import TruthWatch
 
 
 class StepFacts(Protocol):
@@ -108,11 +111,21 @@ class SourceFacts(Protocol):
     def facts(self) -> Mapping[str, float]: ...
 
 
+class AnchorFacts(Protocol):
+    """What the recorder reads of a look at a source's anchors."""
+
+    @property
+    def source(self) -> str: ...
+    @property
+    def warning(self) -> str | None: ...
+    def record(self) -> dict[str, Any]: ...
+
+
 class Recorder:
     """Feeds every sink. None of its methods raises into training.
 
     `replicas` says how many processes compute for a role (for shares of time); `started` is the
-    launch, in seconds of `time.time()`.
+    launch, in seconds of `time.time()`; `sources` tell the reward sources' scales.
     """
 
     def __init__(
@@ -124,6 +137,7 @@ class Recorder:
         stream: TextIO | None,
         replicas: Mapping[str, int],
         started: float,
+        sources: Mapping[str, RewardSourceSection] | None = None,
     ) -> None:
         self.run_dir = run_dir
         self.started = started
@@ -131,6 +145,9 @@ class Recorder:
         self._metrics = MetricsWriter(run_dir)
         self._samples = SampleWriter(run_dir)
         self._drift = DriftWatch()
+        self._health = Health(sources)
+        self._truth = TruthWatch(self._health.deviation)
+        self._boundary = TelemetryBoundary("health")
         self._stats = RunStats(bound, self.started)
         self._console = Console(total_steps, stream, replicas=replicas, started=started)
 
@@ -192,6 +209,7 @@ class Recorder:
             "applied": result.applied,
             "groups_counts": dict(counts),
             "loop_lag_ms": 1000 * tally.loop_lag_seconds,
+            "health": self._health_of(batch),
         }
         self._metrics.write(record)
         self._stats.step(record)
@@ -200,6 +218,12 @@ class Recorder:
         if told is not None:
             self.say(told)
         self._samples.write(batch)
+
+    def _health_of(self, batch: Batch) -> dict[str, Any] | None:
+        with self._boundary:
+            self._truth.step(batch)
+            return self._health.step(batch)
+        return None  # it raised: telemetry is lost, and training goes on
 
     def tail(
         self, spans: Sequence[Span], reports: Sequence[SyncFacts], tally: TallyFacts | None
@@ -238,6 +262,25 @@ class Recorder:
         self._metrics.write(record)
         self._stats.validation(record)
         self._console.validation(record)
+        with self._boundary:
+            for warned in self._truth.validation(version, metrics):
+                self._warn(warned.line, warned.record())
+
+    def anchors(self, report: AnchorFacts) -> None:
+        """A look at a reward source's anchors."""
+        with self._boundary:
+            record = {"type": "anchors", **report.record()}
+            self._metrics.write(record)
+            self._stats.anchors(record)
+            if report.warning is not None:
+                self._warn(report.warning, {"source": report.source, "line": report.warning})
+
+    def _warn(self, line: str, health: Mapping[str, Any]) -> None:
+        """A warning about a reward source's health: a line, and an event that says so."""
+        self._console.say(line)
+        event = {"type": "event", "message": line, "health": dict(health)}
+        self._metrics.write(event)
+        self._stats.warning(event)
 
     def close(self, status: str, error: str | None = None) -> dict[str, Any]:
         """Writes summary.json and ends the writers; returns the summary."""

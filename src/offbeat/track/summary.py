@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,15 @@ from typing import Any
 
 from offbeat.records import Span
 from offbeat.track.drift import drift_summary
+from offbeat.track.health import WINDOW
 from offbeat.track.metrics import TelemetryBoundary, plain
 from offbeat.track.overlap import busy, overlap, steady_window
+from offbeat.track.truth import truth_agreement
 
 SPAN_LIMIT = 200_000  # newest spans that busy and overlap are made of: about 60 MB
 FILE_NAME = "summary.json"
+WARNINGS_KEPT = 100
+ANCHOR_KEYS = frozenset({"type", "time", "source"})
 Record = Mapping[str, Any]
 
 
@@ -62,6 +66,10 @@ class RunStats:
         self.outcomes: dict[str, dict[str, Any]] = {}  # of reward sources; else from the steps
         self.validations: dict[int, dict[str, Any]] = {}
         self.pauses: list[tuple[int, float]] = []  # of (engine, seconds), one a sync
+        self.health: dict[int, Mapping[str, Any]] = {}  # of the first full window, and the newest
+        self.warnings: list[dict[str, Any]] = []
+        self.looks: dict[str, list[dict[str, Any]]] = {}  # at anchors: the first and the newest
+        self.look_counts: Counter[str] = Counter()
         self._spans: deque[Span] = deque(maxlen=SPAN_LIMIT)
 
     @property
@@ -75,7 +83,7 @@ class RunStats:
         return max((step for step, kept in self.steps.items() if kept.applied), default=None)
 
     def feed(self, record: Record) -> None:
-        """Take any record of metrics.jsonl; spans and events are passed over."""
+        """Take any record of metrics.jsonl; spans and most events are passed over."""
         match record.get("type"):
             case "step":
                 self.step(record)
@@ -83,12 +91,39 @@ class RunStats:
                 self.validation(record)
             case "sync":
                 self.sync(record)
+            case "anchors":
+                self.anchors(record)
+            case "event":
+                self.warning(record)
 
     def step(self, record: Record) -> None:
         """Take the record of one trainer step."""
         with self.boundary:
             self.steps[record["step"]] = _kept(record)
             self.groups = dict(record["groups_counts"])
+            if record.get("health"):
+                self._note_health(record["step"], record["health"])
+
+    def _note_health(self, step: int, health: Mapping[str, Any]) -> None:
+        """Keeps the first window that is full (until then the newest), and the newest."""
+        first = min(self.health, default=step)
+        full = first in self.health and self.health[first]["steps"] >= WINDOW
+        kept = {first: self.health[first]} if full else {}
+        self.health = kept | {step: health}
+
+    def warning(self, record: Record) -> None:
+        """Take an event; one about a source's health has `health`."""
+        with self.boundary:
+            if record.get("health"):
+                self.warnings = [*self.warnings, dict(record["health"])][-WARNINGS_KEPT:]
+
+    def anchors(self, record: Record) -> None:
+        """Take the record of a look at a source's anchors."""
+        with self.boundary:
+            source = str(record["source"])
+            look = {key: value for key, value in record.items() if key not in ANCHOR_KEYS}
+            self.looks[source] = [*self.looks.get(source, ())[:1], look]
+            self.look_counts[source] += 1
 
     def validation(self, record: Record) -> None:
         """Take a validation record: step, version, metrics."""
@@ -170,6 +205,11 @@ def build_summary(
         "overlap": overlap(spans, *window),
         "sync": _sync(stats.pauses),
         "drift": drift_summary([(step.drift, step.difference) for step in steps]),
+        "health": _health(stats),
+        "anchors": {
+            name: {"looks": stats.look_counts[name], "first": looks[0], "last": looks[-1]}
+            for name, looks in sorted(stats.looks.items())
+        },
     }
     if error is not None:
         summary["error"] = error
@@ -177,6 +217,19 @@ def build_summary(
         summary["last_good_step"] = good
     values: dict[str, Any] = plain(summary)
     return values
+
+
+def _health(stats: RunStats) -> dict[str, Any]:
+    """The sources' health over the first and the last window of steps, and what was warned of."""
+    first, last = min(stats.health, default=None), max(stats.health, default=None)
+    return {
+        "first": None if first is None else {"step": first, **stats.health[first]},
+        "last": None if last is None else {"step": last, **stats.health[last]},
+        "truth": truth_agreement(
+            stats.validations[step]["metrics"] for step in sorted(stats.validations)
+        ),
+        "warnings": stats.warnings,
+    }
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
