@@ -46,13 +46,13 @@ def _check_reward_model(name: str, source: RewardSourceSection) -> None:
     else:
         architectures(model, key)
     check_weights(model, key)
-    from offbeat.reward.scorer import load_config
+    from offbeat.reward.classifier import read_config
     from offbeat.reward.structure import check_spelling, structure_of
     from offbeat.reward.template import load_tokenizer
 
     try:
         if source.kind == "disrm":
-            load_config(str(model), key)
+            read_config(name, source)
         tokenizer = load_tokenizer(model, key, chat=source.chat)
     except ImportError:
         return  # said where the prompts are not tokenised

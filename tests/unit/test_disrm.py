@@ -26,6 +26,8 @@ from offbeat.records import Prompt, Reward, ScoreItem, Span
 from offbeat.reward.build import build_source
 from offbeat.reward.disrm import DisRM, TransformersScorer
 from offbeat.reward.loop import RewardLoop
+from offbeat.reward.parity import RowCheck
+from offbeat.reward.source import Logit
 
 KINDS = ("bert", "llama", "llama-pad-is-eos", "llama-no-pad")
 CHAT = "{% for m in messages %}{{ m.role }} {{ m.content }}</s>{% endfor %}"
@@ -82,10 +84,10 @@ def item(answer: str, reference: str | None = None) -> ScoreItem:
     return ScoreItem(Prompt(0, np.zeros(1, np.int32), "p", "ab", None, reference), answer)
 
 
-def logits(
+def said(
     config: RewardSourceSection, items: Sequence[ScoreItem]
-) -> tuple[list[float | None], list[Span]]:
-    async def main() -> tuple[list[float | None], list[Span]]:
+) -> tuple[list[Logit], list[Span]]:
+    async def main() -> tuple[list[Logit], list[Span]]:
         scorer = TransformersScorer("scorer", config)
         await scorer.start()
         try:
@@ -94,6 +96,13 @@ def logits(
             await scorer.stop()
 
     return asyncio.run(main())
+
+
+def logits(
+    config: RewardSourceSection, items: Sequence[ScoreItem]
+) -> tuple[list[float | None], list[Span]]:
+    found, spans = said(config, items)
+    return [logit.value for logit in found], spans
 
 
 def reference_logits(path: Path, rows: list[list[int]]) -> list[float]:
@@ -182,12 +191,21 @@ class FakeScorer:
 
     async def start(self) -> None: ...
 
-    async def logits(self, items: Sequence[ScoreItem]) -> list[float | None]:
+    async def logits(self, items: Sequence[ScoreItem]) -> list[Logit]:
         self.batches.append(len(items))
         await asyncio.sleep(self.delay)
         if self.error:
             raise self.error
-        return [self.odd.get(i.completion, float(len(i.completion))) for i in items]
+        sizes = [len(item.completion) for item in items]
+        return [
+            Logit(self.odd.get(item.completion, float(size)), repr(size), size, size)
+            for item, size in zip(items, sizes, strict=True)
+        ]
+
+    async def check_rows(self, items: Sequence[ScoreItem], *, reference: bool) -> RowCheck:
+        return RowCheck()
+
+    async def health(self) -> None: ...
 
     async def drain_spans(self) -> list[Span]:
         return [Span("reward/scorer", 0, "score", 0.0, 1.0, 0.5)]
@@ -252,7 +270,7 @@ def test_d5_scores_flow_through_the_loop(scorers: dict[tuple[str, str], Path]) -
         loop = await RewardLoop.create({"scorer": source}, {"scorer": config})
         results = await asyncio.gather(*(loop.score(item(text)) for text in TEXTS[:4]))
         assert all(r.verdict == "keep" and r.total is not None for r in results)
-        expected = await scorer.logits([item(text) for text in TEXTS[:4]])
+        expected = [one.value for one in await scorer.logits([item(t) for t in TEXTS[:4]])]
         assert [r.total for r in results] == pytest.approx(expected, abs=1e-4)
         assert loop.stats()["scorer"].scored == 4
         assert {span.role for span in await loop.drain_spans()} == {"reward/scorer"}

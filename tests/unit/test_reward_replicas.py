@@ -20,8 +20,10 @@ from offbeat.reward import loop as reward_loop
 from offbeat.reward import replicas as module
 from offbeat.reward.build import build_source
 from offbeat.reward.loop import RewardLoop
+from offbeat.reward.parity import RowCheck
 from offbeat.reward.pool import CallFailed
 from offbeat.reward.replicas import LOST, Replicas
+from offbeat.reward.source import Logit
 
 START_SECONDS = 20.0
 
@@ -85,9 +87,12 @@ class Scorer(Mortal):
 
     async def start(self) -> None: ...
 
-    async def logits(self, items: Sequence[ScoreItem]) -> list[float | None]:
+    async def logits(self, items: Sequence[ScoreItem]) -> list[Logit]:
         await self.ask()
-        return [float(len(item.completion)) for item in items]
+        return [Logit(float(len(item.completion))) for item in items]
+
+    async def check_rows(self, items: Sequence[ScoreItem], *, reference: bool) -> RowCheck:
+        return RowCheck()
 
 
 class Stock:

@@ -37,6 +37,8 @@ from offbeat.records import (
     ScoreItem,
     Span,
 )
+from offbeat.reward.parity import RowCheck
+from offbeat.reward.source import Logit
 
 if TYPE_CHECKING:
     from offbeat.train.step import StepResult
@@ -167,8 +169,11 @@ class ScorerActor:
         await asyncio.to_thread(end_leftovers)
         await self._scorer.start()
 
-    async def logits(self, items: Sequence[ScoreItem]) -> list[float | None]:
+    async def logits(self, items: Sequence[ScoreItem]) -> list[Logit]:
         return await self._scorer.logits(items)
+
+    async def check_rows(self, items: Sequence[ScoreItem], *, reference: bool) -> RowCheck:
+        return await self._scorer.check_rows(items, reference=reference)
 
     @ray.method(concurrency_group="health")  # type: ignore[untyped-decorator]
     async def health(self) -> None:
@@ -190,9 +195,14 @@ class RayScorer:
     async def start(self) -> None:
         await result(self.handle.start.remote())
 
-    async def logits(self, items: Sequence[ScoreItem]) -> list[float | None]:
-        logits: list[float | None] = await result(self.handle.logits.remote(list(items)))
+    async def logits(self, items: Sequence[ScoreItem]) -> list[Logit]:
+        logits: list[Logit] = await result(self.handle.logits.remote(list(items)))
         return logits
+
+    async def check_rows(self, items: Sequence[ScoreItem], *, reference: bool) -> RowCheck:
+        asked = self.handle.check_rows.remote(list(items), reference=reference)
+        check: RowCheck = await result(asked)
+        return check
 
     async def health(self) -> None:
         await result(self.handle.health.remote())

@@ -13,6 +13,7 @@ import httpx
 
 from offbeat.config import RewardSourceSection
 from offbeat.errors import UserError
+from offbeat.records import ScoreItem
 from offbeat.reward.disrm import DisRM
 from offbeat.reward.function import FunctionSource
 from offbeat.reward.genrm import GenRM
@@ -30,6 +31,7 @@ def build_source(
     scorers: Sequence[Scorer] | None = None,
     tokenizer_path: str | Path | None = None,
     transport: httpx.AsyncBaseTransport | None = None,
+    examples: Sequence[ScoreItem] = (),
     replace_engine: Callable[[int], Awaitable[Generator]] | None = None,
     replace_scorer: Callable[[int], Awaitable[Scorer]] | None = None,
     start_deadline_seconds: float = 600.0,
@@ -37,7 +39,8 @@ def build_source(
     """The source, not started. `base` is where function files are looked up (the current folder).
 
     genrm without base_url needs `engines` (and reads the judge's tokenizer from `tokenizer_path`,
-    default `model`); disrm needs `scorers`; `transport` replaces the network of a base_url.
+    default `model`); disrm needs `scorers`, and checks them on `examples` too; `transport` replaces
+    the network of a base_url.
     `replace_engine` and `replace_scorer` end a replica that died and return a started one in its
     place, within `start_deadline_seconds`.
     """
@@ -50,6 +53,7 @@ def build_source(
             name,
             section,
             scorers,
+            examples=examples,
             replace_scorer=replace_scorer,
             start_deadline_seconds=start_deadline_seconds,
         )

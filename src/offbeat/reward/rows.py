@@ -1,14 +1,25 @@
-"""From a sample to the row of token ids that a scorer reads, the same for all kinds of scorers."""
+"""From a sample to the row of token ids that a scorer reads, the same for all kinds of scorers.
+
+A row begins with exactly one BOS where the tokenizer or the chat template has one, and ends as the
+model was trained: with the EOS that its tokenizer puts behind every text, or as its chat template
+ends a conversation. An answer cannot speak to the tokenizer: special tokens spelled out in it are
+broken up, so that it ends no turn and moves no pooling.
+"""
 
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from offbeat.config import RewardSourceSection
 from offbeat.errors import UserError
 from offbeat.records import ScoreItem
+from offbeat.reward.logits import Reading
+from offbeat.reward.source import Logit
 from offbeat.reward.template import (
     TemplateFailed,
     TextTemplate,
@@ -24,11 +35,36 @@ LARGEST_LENGTH = 10**9
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is read of a text: ids within the limit, None if the text is too long and none may be
+    cut. `tokens` counts those of the whole text."""
+
+    ids: list[int] | None
+    tokens: int
+
+
+def answers(
+    rows: Sequence[Row], logits: Sequence[Sequence[float]], reading: Reading
+) -> list[Logit]:
+    """What a scorer says to each row, from the logits of those that have ids, in order."""
+    found = iter(logits)
+    said: list[Logit] = []
+    for row in rows:
+        if row.ids is None:
+            said.append(Logit(None, tokens=row.tokens))
+        else:
+            one = next(found)
+            said.append(Logit(reading.value(one), reading.raw(one), row.tokens, len(row.ids)))
+    return said
+
+
 class RowEncoder:
     """Renders and encodes one scorer's texts; used by one thread at a time.
 
-    With `chat` the question is the user's turn and the rendered text (by default the answer) the
-    assistant's, in the scorer's chat template; else the rendered text is encoded as it is.
+    With `chat` the row is the prompt's conversation with the rendered text (by default the answer)
+    as the assistant's turn, in the scorer's own chat template; a prompt that is a text is the
+    user's turn. Else the rendered text is encoded as it is.
     """
 
     def __init__(
@@ -44,6 +80,7 @@ class RowEncoder:
             "{{ answer }}" if section.chat else SCORE_TEMPLATE,
             f"reward.{name}.template",
         )
+        self._special = re.compile(r"(?!)")
         self.tokenizer: Any = None
         self.limit = section.max_context
         self.cut = 0
@@ -53,36 +90,55 @@ class RowEncoder:
         setting = f"reward.{self._name}.model"
         self.tokenizer = load_tokenizer(self._path, setting, chat=self._section.chat)
         self.tokenizer.truncation_side = "left"
+        self._special = _special_tokens(self.tokenizer)
         own = self.tokenizer.model_max_length
         most = own if own < LARGEST_LENGTH else LARGEST_LENGTH
         self.limit = min(self._section.max_context, _positions(config), most)
+        added = len(self.tokenizer("")["input_ids"])
+        if self.limit <= added:
+            raise UserError(
+                f"reward.{self._name}.max_context: {self.limit} tokens leave no room for a text "
+                f"beside the {added} that the tokenizer in {self._path} adds; make it larger"
+            )
 
-    def ids(self, item: ScoreItem) -> list[int] | None:
-        """Token ids within the limit; None if they are too many and none may be cut.
-
-        Raises `TemplateFailed` where the text cannot be rendered or has no tokens.
-        """
-        text = self._template.render(item)
-        if self._section.chat:
-            messages = [
-                {"role": "user", "content": item.prompt.question},
-                {"role": "assistant", "content": text},
-            ]
-            ids = encode_chat(self.tokenizer, messages, ask=False)
-        else:
-            ids = encode(self.tokenizer, text)
+    def row(self, item: ScoreItem) -> Row:
+        """The row of a sample; raises `TemplateFailed` where the text cannot be rendered or has no
+        tokens."""
+        text = self.text(item)
+        ids = self.encode(item, text)
         if not ids:
             raise TemplateFailed("the text has no tokens")
         if len(ids) <= self.limit:
-            return ids
+            return Row(ids, len(ids))
         if self._section.over_length == "fail":
-            return None
+            return Row(None, len(ids))
         self._note_cut(len(ids))
+        return Row(self._cut(ids, text), len(ids))
+
+    def text(self, item: ScoreItem) -> str:
+        """The rendered template."""
+        return self._template.render(replace(item, completion=self._harmless(item.completion)))
+
+    def encode(self, item: ScoreItem, text: str) -> list[int]:
+        """All ids of a rendered text, in its conversation where there is one."""
+        if not self._section.chat:
+            return encode(self.tokenizer, text)
+        turns = [*_conversation(item), {"role": "assistant", "content": text}]
+        return encode_chat(self.tokenizer, turns, ask=False)
+
+    def _cut(self, ids: list[int], text: str) -> list[int]:
+        """The end of a row that is too long, behind its beginning of sequence."""
         if not self._section.chat:
             short = self.tokenizer(text, truncation=True, max_length=self.limit)["input_ids"]
             return list(short)
         head = ids[:1] if ids[0] == self.tokenizer.bos_token_id else []
         return head + ids[len(ids) - self.limit + len(head) :]
+
+    def _harmless(self, answer: str) -> str:
+        """The answer with a space within each special token that it spells out."""
+        while self._special.search(answer):
+            answer = self._special.sub(lambda match: f"{match[0][0]} {match[0][1:]}", answer)
+        return answer
 
     def _note_cut(self, length: int) -> None:
         self.cut += 1
@@ -91,6 +147,26 @@ class RowEncoder:
                 "reward.%s: %d texts cut from the front so far, the last one from %d to %d tokens",
                 self._name, self.cut, length, self.limit,
             )  # fmt: skip
+
+
+def _conversation(item: ScoreItem) -> Sequence[Mapping[str, str]]:
+    """The turns before the answer; the last of the user's shows the question."""
+    turns = [dict(turn) for turn in item.prompt.messages or ()]
+    asked = [turn for turn in turns if turn.get("role") == "user"]
+    if asked:
+        asked[-1]["content"] = item.prompt.question
+    return turns or [{"role": "user", "content": item.prompt.question}]
+
+
+def _special_tokens(tokenizer: Any) -> re.Pattern[str]:
+    """Finds the tokens that mean something to the tokenizer beyond their text, if spelled out."""
+    added = tokenizer.added_tokens_decoder.values()
+    tokens = {*tokenizer.all_special_tokens, *(str(t) for t in added if t.special)}
+    # A single character is left alone: a space beside it would change nothing.
+    tokens = {token for token in tokens if len(token) > 1}
+    if not tokens:
+        return re.compile(r"(?!)")
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))))
 
 
 def counts_from_pad(config: Any) -> bool:

@@ -1,112 +1,147 @@
-"""Whether another engine's logits are those of transformers, on a handful of rows."""
+"""The rows of the check that a scorer passes before it may train, and transformers' word on them.
+
+Replicas put what they find into a `RowCheck`; `parity.difference` compares.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from offbeat.config import RewardSourceSection
+from offbeat.records import Prompt, ScoreItem
+from offbeat.reward.classifier import (
+    auto_class,
+    forward,
+    load_model,
+    plain,
+    untrained,
+    weight_files,
+)
+from offbeat.reward.parity import CheckRow
 from offbeat.reward.rows import RowEncoder, counts_from_pad
-from offbeat.reward.scorer import forward, load_model, untrained
-from offbeat.reward.template import encode
+from offbeat.reward.template import TemplateFailed, encode
 
 REFERENCE_BYTES = 2 * 1024**3
 """Weights of more bytes are not loaded a second time: up to here (half a billion parameters in
 float32) a second copy and its pass are seconds of one core; a 7B's would be 28 GB of host memory
-and minutes. Such a model is checked against itself only, rows alone against rows together."""
+and minutes. Such a model is compared with itself only: rows alone and together, and the replicas
+with one another."""
 
 LONGEST_ROW = 256
+LONGEST_EXAMPLE = 128
+EXAMPLES = 3
 RELATIVE = {"float32": 1e-3, "cuda float32": 1e-2, "bfloat16": 0.1}
-"""Of how far the rows' logits lie apart. On a GPU kernels multiply float32 as TF32; bfloat16 keeps
+"""Of how far the rows' scores lie apart. On a GPU kernels multiply float32 as TF32; bfloat16 keeps
 8 bits, and layers add up their rounding. A wrong pooling or mask differs by about 1."""
 
-_TEXTS = (
-    "a",
-    "No.",
-    "What is 6 times 7?\nThe answer is 42, because 6 + 6 + 6 + 6 + 6 + 6 + 6 = 42.",
-    "What is 6 times 7?\nThe answer is 41.",
-    "the quick brown fox jumps over the lazy dog and 12345 others, " * 4,
+_TEXTS = ("a", "No.")
+_TURNS = (
+    ("What is 6 times 7?", "The answer is 42, because 6 + 6 + 6 + 6 + 6 + 6 + 6 = 42."),
+    ("What is 6 times 7?", "The answer is 41."),
+    ("", "the quick brown fox jumps over the lazy dog and 12345 others, " * 4),
 )
 
 
-def check_rows(encoder: RowEncoder, config: Any) -> list[list[int]]:
-    """Rows of mixed length, two with a beginning in common, one that ends in pads."""
-    pad = None if counts_from_pad(config) else config.get_text_config().pad_token_id
+def check_rows(
+    encoder: RowEncoder, config: Any, examples: Sequence[ScoreItem]
+) -> tuple[CheckRow, ...]:
+    """Rows of mixed length, two with a beginning in common, one that ends in pads; behind them a
+    few examples. Texts go through the source's template where that takes them."""
+    pad = config.get_text_config().pad_token_id
     longest = min(encoder.limit, LONGEST_ROW)
-    rows = [encode(encoder.tokenizer, text)[:longest] for text in _TEXTS]
-    rows = [row for row in rows if row]
-    if pad is not None and len(rows[0]) + 2 <= longest:
-        rows.append([*rows[0], pad, pad])
-    return rows
+    rows = [_plain_row(encoder, text, longest) for text in _TEXTS]
+    rows += [_row_of(encoder, _turn(*turn), longest) for turn in _TURNS]
+    rows = [row for row in rows if row.ids]
+    if pad is not None and rows and len(rows[0].ids) + 2 <= longest:
+        rows.append(CheckRow(rows[0].text + " and padding", (*rows[0].ids, pad, pad)))
+    longest = min(longest, LONGEST_EXAMPLE)
+    rows += [_row_of(encoder, item, longest) for item in examples[:EXAMPLES]]
+    if counts_from_pad(config):  # other positions behind a pad, which not every backend gives them
+        rows = [row for row in rows if pad not in row.ids]
+    return tuple(rows)
 
 
-def reference_logits(path: str, setting: str, rows: Sequence[list[int]]) -> list[float] | None:
-    """What transformers says to each row alone, in float32 on the CPU; None for a large model.
+def _turn(question: str, answer: str) -> ScoreItem:
+    ids = np.zeros(0, np.int32)
+    return ScoreItem(Prompt(0, ids, question, question, reference="42"), answer)
 
-    Raises `UserError` for a model that has no trained head, a large one's too.
+
+def _plain_row(encoder: RowEncoder, text: str, longest: int) -> CheckRow:
+    return CheckRow(text, tuple(encode(encoder.tokenizer, text)[:longest]))
+
+
+def _row_of(encoder: RowEncoder, item: ScoreItem, longest: int) -> CheckRow:
+    """As the source would encode it; a template that wants more than it has gets the plain text."""
+    try:
+        text = encoder.text(item)
+        ids = encoder.encode(item, text)
+    except TemplateFailed:
+        ids = []
+    if not ids:
+        text = f"{item.prompt.question}\n{item.completion}"
+        return _plain_row(encoder, text, longest)
+    return CheckRow(text, tuple(ids[:longest]))
+
+
+def in_transformers(
+    section: RewardSourceSection,
+    setting: str,
+    rows: Sequence[list[int]],
+    value: Callable[[Sequence[float]], float],
+    *,
+    loaded: Any = None,
+) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+    """The scores that transformers gives the rows alone, and in padded batches of `seats` rows.
+
+    Of the loaded model, or in float32 on the CPU of a second copy; None for a large model. Raises
+    `UserError` for a model that has no trained head.
     """
     import torch
 
-    if sum(file.stat().st_size for file in weight_files(path)) > REFERENCE_BYTES:
-        _check_head(path, setting)
-        return None
-    model = load_model(path, setting, torch.float32).eval()
-    return [forward(model, [row])[0] for row in rows]
+    path = str(section.model)
+    if loaded is None and is_large(path):
+        return None, None
+    model = load_model(path, setting, torch.float32).eval() if loaded is None else loaded
+    padded: list[list[float]] = []
+    for start in range(0, len(rows), section.seats):
+        padded += forward(model, rows[start : start + section.seats])
+    alone = tuple(value(plain(model, row)) for row in rows)
+    return alone, tuple(map(value, padded))
 
 
-def weight_files(path: str) -> list[Path]:
-    """The files of a model directory that hold its weights."""
-    return sorted(Path(path).glob("*.safetensors")) or sorted(Path(path).glob("*.bin"))
+def is_large(path: str) -> bool:
+    """Whether a model is too large to be loaded a second time."""
+    return sum(file.stat().st_size for file in weight_files(path)) > REFERENCE_BYTES
 
 
 def tolerance(section: RewardSourceSection, device: str) -> float:
-    """How far logits may differ, as a share of how far they lie apart."""
+    """How far scores may differ, as a share of how far they lie apart (`parity.allowed`)."""
     exact = section.dtype == "float32" or (section.dtype == "auto" and device == "cpu")
     if not exact:
         return RELATIVE["bfloat16"]
     return RELATIVE["float32" if device == "cpu" else "cuda float32"]
 
 
-def where_they_differ(
-    rows: Sequence[list[int]], found: Sequence[float], wanted: Sequence[float], relative: float
-) -> str | None:
-    """The row where two lists of logits differ by most, in words; None if nowhere too much.
-
-    `relative` is a share of the wanted logits' spread, or of a tenth of their size where all rows
-    get about the same.
-    """
-    spread = max(wanted) - min(wanted)
-    allowed = relative * max(spread, 0.1 * max(map(abs, wanted)))
-    # A logit that is no number is never near another.
-    gaps = [abs(a - b) for a, b in zip(found, wanted, strict=True)]
-    gaps = [gap if gap >= 0 else float("inf") for gap in gaps]
-    worst = max(range(len(rows)), key=lambda i: gaps[i])
-    if gaps[worst] <= allowed:
-        return None
-    return (
-        f"{found[worst]:.6g} instead of {wanted[worst]:.6g} for a row of {len(rows[worst])} "
-        f"tokens, {allowed:.2g} is allowed"
-    )
-
-
-def _check_head(path: str, setting: str) -> None:
-    """Refuses a model whose files lack its head, without reading the weights."""
+def check_head(path: str, setting: str, config: Any) -> None:
+    """Refuses a model whose files lack its head, without reading the weights where it is there."""
     import torch
     from safetensors import safe_open
-    from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    with torch.device("meta"):
-        model: Any = AutoModelForSequenceClassification.from_config(
-            AutoConfig.from_pretrained(path)
-        )
     stored: set[str] = set()
     for file in weight_files(path):
         if file.suffix == ".bin":
-            return  # vLLM itself refuses what lacks weights
+            return  # whoever loads it refuses what lacks weights
         with safe_open(file, "pt") as opened:
             stored |= set(opened.keys())
+    with torch.device("meta"):
+        model: Any = auto_class(config).from_config(config)
     head = [n for n in model.state_dict() if not n.startswith(f"{model.base_model_prefix}.")]
     missing = sorted(set(head) - stored)
-    if missing:
+    if not missing:
+        return
+    if is_large(path):
         raise untrained(path, setting, missing[0])
+    load_model(path, setting, torch.float32)  # the files may name it otherwise

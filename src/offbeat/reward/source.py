@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from offbeat.records import Reward, ScoreItem, Span
+from offbeat.reward.parity import RowCheck
 
 
 class RewardSource(Protocol):
@@ -43,15 +45,36 @@ class RewardSource(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Logit:
+    """What a scorer says to one text.
+
+    `value` is the number that the source reads off the logits (`logits.Reading`), None where the
+    text is over length and the policy is to fail it; `raw` all logits in words. `tokens` counts
+    those of the whole text, `kept` those that were read.
+    """
+
+    value: float | None
+    raw: str = ""
+    tokens: int = 0
+    kept: int = 0
+
+
 class Scorer(Protocol):
-    """A replica of a discriminative reward model: texts in, raw logits out."""
+    """A replica of a discriminative reward model: texts in, logits out."""
 
     async def start(self) -> None:
         """Loads the model."""
         ...
 
-    async def logits(self, items: Sequence[ScoreItem]) -> list[float | None]:
-        """Raw logit per item; None where the text is over length and the policy is to fail it."""
+    async def logits(self, items: Sequence[ScoreItem]) -> list[Logit]:
+        """What it says to each item, in order; raises `TemplateFailed` for a text that cannot be
+        rendered."""
+        ...
+
+    async def check_rows(self, items: Sequence[ScoreItem], *, reference: bool) -> RowCheck:
+        """Scores a handful of rows, those of `items` among them, alone and together; with
+        `reference` by plain transformers too. Raises `UserError` for a model it cannot score."""
         ...
 
     async def health(self) -> None:

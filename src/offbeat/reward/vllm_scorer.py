@@ -5,11 +5,11 @@ process groups and its threads in globals, so that a process could not hold seve
 engines and a trainer, as `cluster/local.py` does; and a crash of its kernels ends a process that
 is noticed, not the run. It costs an import of vLLM in another process, some 15 s and 1 GB.
 
-Invariant: a row's logit is that of `TransformersScorer`. Rows are encoded by the same code, and
-vLLM tokenises nothing. Decoders: vLLM reads the logit at a row's last token, transformers at its
-last token that is not the pad id (often the end of sequence); the pads at a row's end are left
-out, which in a causal model changes nothing before them. `start` proves the rest on rows of mixed
-length, scored alone and together (`scorer_check`).
+Invariant: a row's logits are those of `TransformersScorer`. Rows are encoded by the same code, and
+vLLM tokenises nothing. Sequence heads of decoders: vLLM reads the logits at a row's last token,
+transformers at its last token that is not the pad id (often the end of sequence); the pads at a
+row's end are left out, which in a causal model changes nothing before them. Token heads are read at
+the row's last token, whatever it is. `check_rows` lets the source prove the rest at start.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ from typing import Any, Protocol
 from offbeat.config import RewardSourceSection
 from offbeat.errors import RunFailed, UserError, first_of
 from offbeat.records import ScoreItem, Span
-from offbeat.reward.rows import RowEncoder, counts_from_pad
-from offbeat.reward.scorer import SPANS_KEPT, TOKENS_AT_ONCE, compute_dtype, load_config
-from offbeat.reward.scorer_check import check_rows, reference_logits, tolerance, where_they_differ
+from offbeat.reward.classifier import compute_dtype, read_config, token_level
+from offbeat.reward.logits import Reading
+from offbeat.reward.parity import RowCheck
+from offbeat.reward.rows import RowEncoder, answers, counts_from_pad
+from offbeat.reward.scorer import SPANS_KEPT, TOKENS_AT_ONCE
+from offbeat.reward.scorer_check import check_head, check_rows, in_transformers, tolerance
+from offbeat.reward.source import Logit
 
 TRANSFORMERS = 'set engine = "transformers"'
 
@@ -44,7 +48,7 @@ class Clock(Protocol):
 
 
 class VllmScorer:
-    """Runs a sequence-classification model with one logit in vLLM's processes."""
+    """Runs a model that classifies sequences or tokens in vLLM's processes."""
 
     def __init__(
         self,
@@ -68,43 +72,65 @@ class VllmScorer:
         self._prepare, self._clock, self._device = prepare, clock, device
         self._thread: ThreadPoolExecutor | None = None
         self._llm: Any = None
-        self._pad: int | None = None
-        self._pools_last = self._pad_moves = False
+        self._reading = Reading()
+        self._config: Any = None
+        self._token_level = self._drops_pads = self._pad_moves = False
+        self._task = "classify"
         self._turn = asyncio.Lock()
         self._numbers = count()
-        self._running: set[asyncio.Task[float]] = set()
+        self._running: set[asyncio.Task[list[float]]] = set()
         self._spans: list[Span] = []
 
     async def start(self) -> None:
-        """Starts vLLM and checks its logits; raises `UserError` for a model it cannot score."""
+        """Starts vLLM; raises `UserError` for a model it cannot score."""
         if self._thread is not None:
             raise RunFailed(f"the scorer of reward.{self._name} was started before")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"reward-{self._name}")
         loading = asyncio.get_running_loop().run_in_executor(self._thread, self._load)
         try:
-            rows, reference = await asyncio.shield(loading)
+            await asyncio.shield(loading)
             await self._know_processes()
-            await self._check(rows, reference)
         except BaseException:
             # Whoever gave up waiting must find nothing of vLLM's left, started or starting.
             await asyncio.shield(asyncio.create_task(self._give_up(loading)))
             raise
 
-    async def logits(self, items: Sequence[ScoreItem]) -> list[float | None]:
-        """Raw logit per item; None where the text is over length and the policy is to fail it."""
+    async def logits(self, items: Sequence[ScoreItem]) -> list[Logit]:
+        """What it says to each item, in order; raises `TemplateFailed`."""
         await self.health()
         run = asyncio.get_running_loop().run_in_executor
-        rows = await run(self._thread, lambda: [self._rows.ids(item) for item in items])
-        kept = [row for row in rows if row is not None]
+        rows = await run(self._thread, lambda: [self._rows.row(item) for item in items])
+        kept = [row.ids for row in rows if row.ids is not None]
         async with self._turn:
             start, cpu = time.time(), self._clock()
-            found = iter(await self._ask(kept))
+            found = await self._ask(kept)
             end = time.time()
             used = end - start if self._device != "cpu" else self._clock() - cpu
         if kept and len(self._spans) < SPANS_KEPT:
             role, tokens = f"reward/{self._name}", sum(map(len, kept))
             self._spans.append(Span(role, self._replica, "score", start, end, used, tokens=tokens))
-        return [None if row is None else next(found) for row in rows]
+        return answers(rows, found, self._reading)
+
+    async def check_rows(self, items: Sequence[ScoreItem], *, reference: bool) -> RowCheck:
+        """Scores a handful of rows, those of `items` among them, alone and together."""
+        await self.health()
+        run, value = asyncio.get_running_loop().run_in_executor, self._reading.value
+        rows = await run(self._thread, check_rows, self._rows, self._config, list(items))
+        ids = [list(row.ids) for row in rows]
+        told: tuple[Any, Any] = (None, None)
+        if reference:
+            told = await run(
+                self._thread, in_transformers, self._section, self._setting, ids, value
+            )
+        try:
+            alone = [value((await self._ask([row]))[0]) for row in ids]
+            together = map(value, await self._ask(ids))
+        except RunFailed as error:
+            raise UserError(
+                f"{self._setting}: vLLM cannot score with {self._path} ({error}); {TRANSFORMERS}"
+            ) from error
+        relative = tolerance(self._section, str(self._device))
+        return RowCheck(rows, tuple(alone), tuple(together), *told, relative)
 
     async def health(self) -> None:
         """Raises if vLLM does not run."""
@@ -133,25 +159,21 @@ class VllmScorer:
 
     # ---- start ----
 
-    def _load(self) -> tuple[list[list[int]], list[float] | None]:
-        """Everything that blocks; returns the check's rows and transformers' logits of them."""
+    def _load(self) -> None:
+        """Everything that blocks."""
         import torch
 
         if self._device in {None, "auto"}:
             self._device = "cuda" if torch.cuda.is_available() else "cpu"
         device = str(self._device)
         arguments = dict(self._prepare(device))
-        config = load_config(self._path, self._setting)
-        self._rows.load(config)
-        self._pad = config.get_text_config().pad_token_id
-        self._pad_moves = counts_from_pad(config)
-        rows = check_rows(self._rows, config)
+        self._config, self._reading = read_config(self._name, self._section)
+        self._rows.load(self._config)
+        self._pad_moves = counts_from_pad(self._config)
+        self._token_level = token_level(self._config)
         torch.set_num_threads(self._section.threads)
-        # Replicas are alike, so the first one's check holds for all.
-        reference = None if self._replica else reference_logits(self._path, self._setting, rows)
+        check_head(self._path, self._setting, self._config)
         self._llm = self._launch(device, arguments)
-        self._pools_last = self._llm.model_config.pooler_config.seq_pooling_type == "LAST"
-        return rows, reference
 
     def _launch(self, device: str, arguments: Mapping[str, Any]) -> Any:
         from vllm.config import PoolerConfig
@@ -208,33 +230,19 @@ class VllmScorer:
     async def _know_processes(self) -> None:
         """Whose CPU seconds count; and whether the model classifies at all."""
         tasks = await self._llm.get_supported_tasks()
-        if "classify" not in tasks:
+        last = self._llm.model_config.pooler_config.seq_pooling_type == "LAST"
+        self._task = "classify"
+        if self._token_level and not (last and "classify" in tasks):
+            self._task = "token_classify"
+        if self._task not in tasks:
             raise UserError(
                 f"{self._setting}: vLLM runs {self._path} for {', '.join(tasks)} and not as a "
-                f"classifier; {TRANSFORMERS}"
+                f"classifier{' of tokens' * self._token_level}; {TRANSFORMERS}"
             )
+        self._drops_pads = last and not self._token_level
         core = [p.pid for p in self._llm.engine_core.resources.engine_manager.processes]
         workers = await self._llm.collective_rpc("process_id")
         self._clock.processes = sorted({*core, *workers})
-
-    async def _check(self, rows: list[list[int]], reference: list[float] | None) -> None:
-        """Refuses a model whose logits are not transformers', or depend on their batch."""
-        try:
-            alone = [(await self._ask([row]))[0] for row in rows]
-            together = await self._ask(rows)
-        except RunFailed as error:
-            raise UserError(
-                f"{self._setting}: vLLM cannot score with {self._path} ({error}); {TRANSFORMERS}"
-            ) from error
-        allowed = tolerance(self._section, str(self._device))
-        for wanted, whose in ((reference, "transformers'"), (alone, "its own of one row")):
-            for found in (alone, together):
-                wrong = wanted and where_they_differ(rows, found, wanted, allowed)
-                if wrong:
-                    raise UserError(
-                        f"{self._setting}: vLLM's logits of {self._path} differ from {whose}: "
-                        f"{wrong}; {TRANSFORMERS}"
-                    )
 
     async def _give_up(self, loading: asyncio.Future[Any]) -> None:
         await asyncio.wait([loading])
@@ -242,9 +250,9 @@ class VllmScorer:
 
     # ---- scoring ----
 
-    async def _ask(self, rows: Sequence[list[int]]) -> list[float]:
-        """The rows' logits; raises `RunFailed` when vLLM's core has died."""
-        tasks: list[asyncio.Task[float]] = []
+    async def _ask(self, rows: Sequence[list[int]]) -> list[list[float]]:
+        """All logits of each row; raises `RunFailed` when vLLM's core has died."""
+        tasks: list[asyncio.Task[list[float]]] = []
         try:
             async with asyncio.TaskGroup() as group:
                 tasks += [group.create_task(self._one(row)) for row in rows]
@@ -256,22 +264,25 @@ class VllmScorer:
             self._running -= set(tasks)
         return [task.result() for task in tasks]
 
-    async def _one(self, row: list[int]) -> float:
+    async def _one(self, row: list[int]) -> list[float]:
         from vllm import PoolingParams
         from vllm.inputs.engine import tokens_input
 
-        if self._pad_moves and self._pad in row:
-            return math.nan  # transformers gives the tokens behind a pad other positions
+        pad = self._config.get_text_config().pad_token_id
+        if self._pad_moves and pad in row:
+            # transformers gives the tokens behind a pad other positions
+            return [math.nan] * len(self._reading.labels)
         size = len(row)
-        while self._pools_last and size > 1 and row[size - 1] == self._pad:
+        while self._drops_pads and size > 1 and row[size - 1] == pad:
             size -= 1
-        params = PoolingParams(task="classify", use_activation=False)
+        params = PoolingParams(task=self._task, use_activation=False)
         name = f"{self._name}-{next(self._numbers)}"
         try:
             async for output in self._llm.encode(tokens_input(row[:size]), params, name):
                 if output.finished:
-                    (logit,) = output.outputs.data.tolist()
-                    return float(logit)
+                    found = output.outputs.data
+                    logits: list[float] = (found[-1] if found.ndim == 2 else found).tolist()
+                    return logits
         except asyncio.CancelledError:
             if self._llm is not None:
                 raise

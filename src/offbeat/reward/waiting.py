@@ -32,6 +32,10 @@ class WaitingLine:
         self._some = asyncio.Event()
         self._closed: str | None = None
 
+    def __len__(self) -> int:
+        """Items that wait."""
+        return len(self._line)
+
     async def ask(self, items: Sequence[ScoreItem]) -> list[Reward]:
         """Waits until all items are answered. Their deadlines are those of the calls they join."""
         if self._closed is not None:
