@@ -3,7 +3,8 @@
     make_tiny_model(path)        an untrained character-level Llama, under two seconds
     make_tiny_actor(path)        a larger one that has begun to learn to reverse words
     make_tiny_judge(path)        one that writes a grade, 9 or 1, and stops
-    make_tiny_scorer(path)       an untrained BERT with one logit and a WordPiece tokenizer
+    make_tiny_scorer(path)       an untrained BERT with one logit and a WordPiece tokenizer; or with
+                                 several labels, a head for tokens, a decoder instead of BERT
     write_reverse_data(path, …)  prompts `abc>` with the reference `cba`
 
 Everything follows from the seed and a number of steps, never from a clock, so on one machine and
@@ -29,6 +30,8 @@ CHARACTERS = "\n" + string.printable[:95]
 REVERSE_TEMPLATE = "{word}>"
 JUDGE_TEMPLATE = "Q:{{ question }}\nA:{{ answer }}\nGrade:"
 """The Jinja template that the tiny judge was trained on."""
+SCORER_CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}<eos>{% endfor %}"
+"""The chat template of the tiny scorer that is a decoder."""
 
 Example = tuple[str, str]
 """A prompt and the text that should follow it; the end of sequence comes behind."""
@@ -110,14 +113,45 @@ def tiny_grade(answer: str) -> str:
     return "9" if set(answer) & set("aeiou") else "1"
 
 
-def make_tiny_scorer(path: Path, seed: int = 0, *, layers: int = 2, hidden: int = 32) -> Path:
-    """Saves an untrained BERT with one logit and a WordPiece tokenizer in `path`."""
-    import torch
-    from transformers import BertConfig, BertForSequenceClassification
+def make_tiny_scorer(
+    path: Path,
+    seed: int = 0,
+    *,
+    layers: int = 2,
+    hidden: int = 32,
+    labels: Sequence[str] = (),
+    token_level: bool = False,
+    decoder: bool = False,
+) -> Path:
+    """Saves an untrained scorer and its tokenizer in `path`: a BERT with one logit.
 
-    tokenizer = _wordpiece_tokenizer()
+    With `labels` it has a logit for each; with `token_level` it classifies every token; with
+    `decoder` it is a Llama (head size 32, so `hidden` is 32 or a multiple) with a tokenizer of
+    characters, whose chat template ends each turn with the end of sequence, which is its padding.
+    """
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    tokenizer = _chat_tokenizer() if decoder else _wordpiece_tokenizer()
     torch.manual_seed(seed)
-    config = BertConfig(
+    config = (_decoder_config if decoder else _encoder_config)(tokenizer, layers, hidden)
+    config.num_labels = max(1, len(labels))
+    if labels:
+        config.id2label = dict(enumerate(labels))
+        config.label2id = {label: place for place, label in enumerate(labels)}
+    kind = AutoModelForTokenClassification if token_level else AutoModelForSequenceClassification
+    model = kind.from_config(config)
+    if token_level:
+        head = model.score if decoder else model.classifier
+        torch.nn.init.normal_(head.bias)  # as a trained one's, not zero
+    _save(model, tokenizer, path)
+    return path
+
+
+def _encoder_config(tokenizer: Any, layers: int, hidden: int) -> Any:
+    from transformers import BertConfig
+
+    return BertConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -125,12 +159,35 @@ def make_tiny_scorer(path: Path, seed: int = 0, *, layers: int = 2, hidden: int 
         intermediate_size=2 * hidden,
         max_position_embeddings=128,
         initializer_range=0.2,
-        num_labels=1,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
-    _save(BertForSequenceClassification(config), tokenizer, path)
-    return path
+
+
+def _decoder_config(tokenizer: Any, layers: int, hidden: int) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 32,
+        head_dim=32,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+
+
+def _chat_tokenizer() -> Any:
+    tokenizer = _character_tokenizer(CHARACTERS)
+    tokenizer.pad_token, tokenizer.chat_template = EOS, SCORER_CHAT
+    return tokenizer
 
 
 def _word(rng: random.Random, longest: int) -> str:
