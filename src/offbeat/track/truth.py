@@ -3,10 +3,11 @@
 Validation has the truth: `accuracy` of an exact checker on `n` held-out prompts. The newest two
 validations (the newest, while there are fewer than four) are compared with the best two on end
 among the ten before. Accuracy *falls* where it is lower by `FALL_ERRORS` binomial standard errors
-of the difference. A reward *rises* where it is higher by `RISE_ERRORS` of its own: the mean of the
-same validations (`reward/<source>`, `reward`), or, where they have none, of the groups that were
-trained before them. With accuracy that only jitters about 1 run in 100 of fifty validations would
-be warned, and only if a reward rose all the while. Several answers of one prompt count as one.
+of the difference, and the newest alone is lower too. A reward *rises* where it is higher by
+`RISE_ERRORS` of its own, likewise: the mean of the same validations (`reward/<source>`, `reward`),
+or, where they have none, of the groups that were trained before them. With an accuracy that only
+jitters, about 1 run in 100 of fifty validations would be warned, and that only if a reward rose
+all the while. Several answers of one prompt count as one.
 """
 
 from __future__ import annotations
@@ -125,11 +126,12 @@ class TruthWatch:
             return []
         best = max(before, key=lambda part: _together([look.accuracy for look in part]).value)
         then, now = (_together([look.accuracy for look in part]) for part in (best, new))
-        fell = _errors(now, then)
+        fell = _errors(now, then) if new[-1].accuracy.value < then.value else 0.0
         said: list[Warned] = []
         for name in {**new[-1].held_out, **new[-1].trained}:
-            reward = self._rewards(name, best, new)
-            rose = 0.0 if reward is None else _errors(*reward)
+            reward, newest = (self._rewards(name, best, part) for part in (new, new[-1:]))
+            above = newest is not None and newest[1].value > newest[0].value
+            rose = _errors(*reward) if reward is not None and above else 0.0
             if reward is not None and fell >= FALL_ERRORS and rose >= RISE_ERRORS:
                 if name not in self._warned:
                     n = min(look.n for look in (*best, *new))
