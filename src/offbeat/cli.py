@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         help="check for a cluster that is not here: N GPUs, or NODES nodes of N (2x8)",
     )  # fmt: skip
     add("train", _train, "check and train")
-    evaluate = add("eval", _eval, "greedy validation of a model directory")
+    evaluate = add("eval", _eval, "validation of a model directory")
     evaluate.add_argument("--model", type=Path, help="model directory; default: [model].path")
     plot = add("plot", _plot, "draw a run's curves", config=False)
     plot.add_argument("run_dir", type=Path, metavar="RUN", help="a run's directory")

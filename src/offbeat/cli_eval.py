@@ -1,4 +1,4 @@
-"""`offbeat eval`: greedy validation of a model directory, in this process."""
+"""`offbeat eval`: validation of a model directory, in this process and without reward models."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from offbeat.cluster.plan import device_kind
 from offbeat.config import Config
 from offbeat.data import load_prompts, load_tokenizer
 from offbeat.errors import UserError
-from offbeat.reward.loader import load_function
 
 
 async def evaluate(
     config: Config, model: Path | None, say: Callable[[str], None]
 ) -> dict[str, float]:
-    """Answers the held-out prompts greedily, checks them with [validate].function, says the result.
+    """Answers the held-out prompts as [validate] says, checks them with its function, says what
+    came of it.
 
     `model` replaces [model].path and tokenizer: it holds a tokenizer of its own.
     """
@@ -24,13 +24,13 @@ async def evaluate(
     if spec is None:
         raise UserError('validate.function is not set; set it to the checker, "file.py:name"')
     config = _with_model(config, model)
-    check = load_function(spec, setting="validate.function", base=config.base_dir)
     prompts = load_prompts(config, load_tokenizer(config), "validation")
 
     import torch
 
+    from offbeat.rollout.checker import Checker
     from offbeat.rollout.transformers_engine import TransformersEngine
-    from offbeat.rollout.validation import greedy, validate
+    from offbeat.rollout.validation import Validator
 
     torch.set_num_threads(config.rollout.threads)
     rollout = config.rollout
@@ -47,12 +47,14 @@ async def evaluate(
         threads=rollout.threads,
         load_manifest=_no_weights,
     )
-    await engine.start()
+    checker = Checker(spec, config.base_dir)
+    await checker.start()
     try:
-        sampling = greedy(rollout.max_tokens, rollout.stop)
-        found = await validate(engine.generate, list(prompts), sampling, check)
+        await engine.start()
+        found = await Validator(config, list(prompts), checker=checker).through(engine.generate)
     finally:
         await engine.stop()
+        await checker.stop()
     say(f"{config.model.path}: " + ", ".join(f"{key} {value:.4g}" for key, value in found.items()))
     return found
 

@@ -23,6 +23,7 @@ from offbeat.config_base import (
     Section,
 )
 from offbeat.config_reward import SOURCE_NAME, RewardSourceSection, check_shared_pools
+from offbeat.config_validate import ValidateSection, check_validation
 
 __all__ = [
     "ClusterSection",
@@ -203,27 +204,6 @@ class WeightsSection(Section):
     )
 
 
-class ValidateSection(Section):
-    """Validation on held-out prompts, with an exact checker and the run's reward sources."""
-
-    on: Literal["rollout", "dedicated", "train"] = Field(
-        "rollout",
-        description="who answers: the rollout engines beside rollout; engines on a pool of their "
-        "own; the trainer's devices between two steps",
-    )
-    samples: Positive = Field(1, description="of one prompt; with more than 1 pass@k is told")
-    temperature: Annotated[float, Field(ge=0, le=2)] = Field(0.0, description="0: greedy")
-    rewards: bool = Field(True, description="score the answers with the reward sources, too")
-    replicas: Positive = Field(1, description='engines of on = "dedicated"')
-    devices_per_replica: Positive = Field(1, description='devices of one of on = "dedicated"')
-    every: Annotated[int, Field(ge=0)] = Field(0, description="steps between; 0: only the ends")
-    function: str | None = Field(
-        None, description="exact checker, file.py:name; its mean is the metric `accuracy`"
-    )
-    limit: Positive | None = Field(None, description="use only the first held-out prompts")
-    deadline_seconds: Seconds = Field(900, description="of one validation")
-
-
 class ClusterSection(Section):
     """Where roles run."""
 
@@ -317,6 +297,8 @@ class Config(Section):
                 'to "sum"'
             )
         check_shared_pools(self.reward, self.active_rewards, self.cluster.single_device)
+        single = self.cluster.single_device
+        check_validation(self.validation, engine=self.rollout.engine, single_device=single)
         return self
 
     @model_validator(mode="after")

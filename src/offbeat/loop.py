@@ -13,8 +13,12 @@ Three things run at once and none waits for another without need:
 * the **rollouter** (`rollout/rollouter.py`) admits, generates and scores. It waits only when
   admitting one more group could break the staleness bound.
 * the **trainer** consumes `batch(step)` and produces weights. It waits only for a batch.
-* the **publisher** carries the newest weights to the engines, one publication at a time, and runs
-  the validations that are due between two publications, so that each sees exactly one version.
+* the **publisher** carries the newest weights to the engines, one publication at a time.
+
+A **validation** sees exactly one version, and there is one at a time: through engines it begins
+when a publication has ended, and the next one waits until the answers are there (or, with engines
+of its own, until these have loaded); by the trainer it is answered between two steps. Scoring its
+answers holds nothing up. What is due while one is under way follows when that is done.
 
 This file knows roles, not where they live: `cluster/local.py` runs them in one process,
 `cluster/actors.py` and its neighbours as Ray actors.
@@ -24,15 +28,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from offbeat.config import Config
+from offbeat.config_validate import On
 from offbeat.errors import DeadlinePassed, RunFailed, UserError, first_of
 from offbeat.ledger import Counts, Flag
-from offbeat.records import Batch, Manifest, Span
+from offbeat.records import Batch, Completion, GenerateRequest, Manifest, PolicyVersion, Span
 from offbeat.reward.loop import SourceStats
 from offbeat.rollout.parts import Tally
 from offbeat.track.recorder import Recorder
@@ -43,6 +48,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 GRACE_SECONDS = 120.0  # for a role to answer, beyond what it waits for by a setting of its own
 LAST_SECONDS = 10.0  # for the last numbers of a run that ends
+BESIDE = {"rollout": "beside the rollout", "dedicated": "on engines of its own"}
 NOTICE_SECONDS = 1.0  # between two questions for what there is to say
 
 
@@ -54,6 +60,8 @@ class RollouterRole(Protocol):
     async def published(self, manifest: Manifest) -> int: ...
     async def checkpointed(self, step: int) -> None: ...
     async def validate(self) -> tuple[int, dict[str, float]]: ...
+    async def held_out(self) -> list[GenerateRequest]: ...
+    async def assess(self, answers: Sequence[Completion]) -> dict[str, float]: ...
     async def counts(self) -> Counts: ...
     async def reward_stats(self) -> Mapping[str, SourceStats]: ...
     async def notices(self) -> list[str]: ...
@@ -66,6 +74,9 @@ class TrainerRole(Protocol):
 
     async def step(self, batch: Batch) -> StepResult: ...
     async def publish(self) -> Manifest: ...
+    async def answer(
+        self, requests: Sequence[GenerateRequest]
+    ) -> tuple[PolicyVersion, list[Completion]]: ...
     async def save(self, path: Path, extra: Mapping[str, Any]) -> None: ...
     async def drain_spans(self) -> list[Span]: ...
 
@@ -97,7 +108,8 @@ class AsyncLoop:
         self.trained_steps = 0
         self._published = 0
         self._turn = asyncio.Lock()  # the trainer does one thing at a time
-        self._validated = -1
+        self._validated = -1  # version of the newest validation that has begun
+        self._validation: asyncio.Task[None] | None = None
         self._saved = 0  # version of the newest checkpoint
         self._trainer_is_well = True
 
@@ -106,19 +118,24 @@ class AsyncLoop:
         `UserError` likewise for what the user mends."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                publisher = tasks.create_task(self._publish_and_validate())
                 listener = tasks.create_task(self._listen())
+                await self._begin_validation(tasks)
+                publisher = tasks.create_task(self._publish(tasks))
                 await self._save(final=False)  # the weights that the run began with
                 for step in range(self.total_steps):
                     if not await self._train(step):
                         break
                     if publisher.done():
-                        publisher = tasks.create_task(self._publish_and_validate())
+                        publisher = tasks.create_task(self._publish(tasks))
                         await asyncio.sleep(0)  # it takes its turn before the next step
+                    if self._on == "train":
+                        await self._validate_if_due(tasks, self.trained_steps)
                 await publisher
                 listener.cancel()
             await self._save(final=True)
-            await self._validate()
+            if self._validated != self.trained_steps:
+                async with asyncio.TaskGroup() as tasks:
+                    await self._begin_validation(tasks)
         except Exception as failure:  # boundary: whatever ends a run says how far it came
             error = first_of(failure)
             kind = UserError if isinstance(error, UserError) else RunFailed
@@ -152,32 +169,70 @@ class AsyncLoop:
             await self._save(final=False)
         return True
 
-    async def _publish_and_validate(self) -> None:
-        """Carries the newest weights to the engines until they have them; then what is due."""
-        if self._validated < 0:
-            await self._validate()
+    async def _publish(self, tasks: asyncio.TaskGroup) -> None:
+        """Carries the newest weights to the engines until they have them."""
         while self._published < self.trained_steps:
             async with self._turn:
                 manifest = await self._trainer("publication", self.trainer.publish())
             self._published = manifest.version.step
             turns = waves(self.config.rollout.replicas, self.config.weights.loads_at_once)
             seconds = turns * self.config.weights.deadline_seconds + GRACE_SECONDS
+            if self._validation is not None:  # it may hold the version that it validates
+                seconds += self.config.validation.deadline_seconds
             whom = f"the rollouter's engines, with version {manifest.version},"
             await within(seconds, whom, self.rollouter.published(manifest))
-            every = self.config.validation.every
-            due = every > 0 and self._published // every > max(self._validated, 0) // every
-            if due and self._published < self.total_steps:
-                await self._validate()
+            if self._on != "train":
+                await self._validate_if_due(tasks, self._published)
 
-    async def _validate(self) -> None:
-        if self.config.data.validation is None or self._validated == self.trained_steps:
+    # -- validation ------------------------------------------------------------------------------
+
+    async def _validate_if_due(self, tasks: asyncio.TaskGroup, version: int) -> None:
+        """Begins a validation that is due, unless one is under way; the last version's comes at the
+        end of the run."""
+        every = self.config.validation.every
+        due = every > 0 and version // every > self._validated // every
+        under_way = self._validation is not None and not self._validation.done()
+        if due and not under_way and version < self.total_steps:
+            await self._begin_validation(tasks)
+
+    async def _begin_validation(self, tasks: asyncio.TaskGroup) -> None:
+        """Returns when the trainer has answered, or else when the engines have been asked."""
+        if self.config.data.validation is None:
             return
-        self.recorder.say(f"validating version {self._published} beside the rollout")
+        if self._on == "train":
+            work = self._scored_by_rollouter(*await self._answered_by_trainer())
+        else:
+            self._validated = self._published
+            self.recorder.say(f"validating version {self._published} {BESIDE[self._on]}")
+            work = self._through_engines()
+        self._validation = tasks.create_task(work)
+        await asyncio.sleep(0)  # it is asked for before the next publication
+
+    async def _answered_by_trainer(self) -> tuple[PolicyVersion, list[Completion]]:
+        requests = await _soon(self.rollouter.held_out())
+        seconds = self.config.validation.deadline_seconds + GRACE_SECONDS
+        async with self._turn:
+            self._validated = self.trained_steps
+            self.recorder.say(f"validating version {self.trained_steps} on the trainer's devices")
+            call = self.trainer.answer(requests)
+            return await self._trainer("answers to the held-out prompts", call, seconds)
+
+    async def _scored_by_rollouter(
+        self, version: PolicyVersion, answers: Sequence[Completion]
+    ) -> None:
+        seconds = self.config.validation.deadline_seconds + GRACE_SECONDS
+        call = self.rollouter.assess(answers)
+        metrics = await within(seconds, "the rollouter's scores of a validation", call)
+        self.recorder.validation(version.step, metrics, self._on)
+
+    async def _through_engines(self) -> None:
         seconds = self.config.validation.deadline_seconds + GRACE_SECONDS
         call = self.rollouter.validate()
         version, metrics = await within(seconds, "the rollouter's validation", call)
-        self._validated = version
-        self.recorder.validation(version, metrics)
+        self._validated = max(self._validated, version)
+        self.recorder.validation(version, metrics, self._on)
+
+    # -- helpers ---------------------------------------------------------------------------------
 
     async def _save(self, *, final: bool) -> None:
         step = self.trained_steps
@@ -208,10 +263,16 @@ class AsyncLoop:
             for line in await _soon(self.rollouter.notices()):
                 self.recorder.say(line)
 
-    async def _trainer(self, what: str, call: Awaitable[T]) -> T:
-        seconds = self.config.train.deadline_seconds
+    @property
+    def _on(self) -> On:
+        return self.config.validation.on
+
+    async def _trainer(self, what: str, call: Awaitable[T], seconds: float | None = None) -> T:
+        whom = f"the trainer's {what}"
+        if seconds is None:
+            seconds, whom = self.config.train.deadline_seconds, f"{whom} (train.deadline_seconds)"
         self._trainer_is_well = False
-        found = await within(seconds, f"the trainer's {what} (train.deadline_seconds)", call)
+        found = await within(seconds, whom, call)
         self._trainer_is_well = True
         return found
 

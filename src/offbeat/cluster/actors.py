@@ -18,7 +18,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayTaskError
 
-from offbeat.cluster.build import make_engine, make_scorer, make_trainer
+from offbeat.cluster.build import answer, make_engine, make_scorer, make_trainer
 from offbeat.cluster.leftovers import TAG, end_leftovers
 from offbeat.cluster.logs import log_to
 from offbeat.cluster.pools import ResourcePool
@@ -239,6 +239,9 @@ class TrainerActor:
     def save(self, path: Path, extra: dict[str, Any]) -> None:
         self._trainer.save(path, extra)
 
+    def answer(self, requests: Sequence[GenerateRequest]) -> tuple[PolicyVersion, list[Completion]]:
+        return answer(self._trainer, requests)
+
     def drain_spans(self) -> list[Span]:
         return self._trainer.drain_spans()
 
@@ -259,6 +262,14 @@ class RayTrainer:
     async def publish(self) -> Manifest:
         manifest: Manifest = await result(self.handle.publish.remote())
         return manifest
+
+    async def answer(
+        self, requests: Sequence[GenerateRequest]
+    ) -> tuple[PolicyVersion, list[Completion]]:
+        found: tuple[PolicyVersion, list[Completion]] = await result(
+            self.handle.answer.remote(list(requests))
+        )
+        return found
 
     async def save(self, path: Path, extra: Mapping[str, Any]) -> None:
         await result(self.handle.save.remote(path, dict(extra)))

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 from offbeat.cluster.specs import EngineSpec, RunSpec, ScorerSpec, first_version
 from offbeat.config import Config
 from offbeat.data import PromptSet, load_prompts, load_tokenizer
-from offbeat.records import PolicyVersion, Prompt
+from offbeat.records import Completion, GenerateRequest, PolicyVersion, Prompt
 from offbeat.reward.build import build_source
-from offbeat.reward.loader import load_function
 from offbeat.reward.loop import RewardLoop
 from offbeat.reward.source import Scorer
+from offbeat.rollout.checker import Checker
+from offbeat.rollout.dedicated import DedicatedEngines
 from offbeat.rollout.engine import Engine
 from offbeat.rollout.rollouter import Rollouter
+from offbeat.rollout.validation import Validator
 from offbeat.store import Store
 from offbeat.track.transcripts import TranscriptWriter
 
@@ -104,6 +106,15 @@ def make_trainer(config: Config, run: RunSpec, total_steps: int) -> Trainer:
     )
 
 
+def answer(
+    trainer: Trainer, requests: Sequence[GenerateRequest]
+) -> tuple[PolicyVersion, list[Completion]]:
+    """Held-out answers by the trainer itself; blocks."""
+    from offbeat.rollout.trainer_engine import answer
+
+    return answer(trainer, requests)
+
+
 @dataclass(frozen=True, slots=True)
 class Standing:
     """Started replicas of the sources that stand on pools of their own, by source.
@@ -153,6 +164,7 @@ class RolloutSide:
         self._prompts: PromptSet | None = None
         self._held_out: list[Prompt] = []
         self._rewards: RewardLoop | None = None
+        self._checker: Checker | None = None
         self._store: Store | None = None
         self.core: Rollouter | None = None
 
@@ -162,6 +174,9 @@ class RolloutSide:
         self._rewards = await make_rewards(self.config, standing, transcripts)
         prompts, self._held_out = await asyncio.to_thread(self._read)
         self._prompts = prompts
+        if self._held_out and self.config.validation.function is not None:
+            self._checker = Checker(self.config.validation.function, self.config.base_dir)
+            await self._checker.start()
         return prompts.total
 
     def _read(self) -> tuple[PromptSet, list[Prompt]]:
@@ -171,19 +186,35 @@ class RolloutSide:
             held_out = list(load_prompts(self.config, tokenizer, "validation"))
         return load_prompts(self.config, tokenizer, "train"), held_out
 
+    def dedicated(
+        self, engines: Sequence[Engine], replace: Callable[[int], Awaitable[Engine]]
+    ) -> DedicatedEngines | None:
+        """The started engines that only validate; None where there are none."""
+        if not engines:
+            return None
+        return DedicatedEngines(self.config, engines, first_version(self.run_spec), replace)
+
     def build(
         self,
         engines: Sequence[Engine],
         total_steps: int,
         replace: Callable[[int], Awaitable[Engine]],
         ledger: Path,
+        dedicated: DedicatedEngines | None = None,
     ) -> Rollouter:
-        """The rollouter over started engines."""
+        """The rollouter over started engines; `dedicated` are those that only validate."""
         if self._prompts is None or self._rewards is None:
             raise RuntimeError("build comes after start")
         self._store = Store(ledger)
-        spec = self.config.validation.function
-        base = self.config.base_dir
+        validator = None
+        if self._held_out:
+            validator = Validator(
+                self.config,
+                self._held_out,
+                checker=self._checker,
+                rewards=self._rewards,
+                dedicated=dedicated,
+            )
         self.core = Rollouter(
             self.config,
             prompts=self._prompts,
@@ -193,14 +224,15 @@ class RolloutSide:
             version=first_version(self.run_spec),
             total_steps=total_steps,
             replace=replace,
-            held_out=self._held_out,
-            check=load_function(spec, "validate.function", base) if spec else None,
+            validator=validator,
         )
         return self.core
 
     async def close(self) -> None:
         """Ends the reward loop and commits the ledger, also when a source does not end."""
         try:
+            if self._checker is not None:
+                await self._checker.stop()
             if self._rewards is not None:
                 await self._rewards.stop()
         finally:

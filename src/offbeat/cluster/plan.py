@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from offbeat.cluster.specs import validators
 from offbeat.config import Config
 from offbeat.errors import UserError
 
@@ -72,7 +73,8 @@ Cells = tuple[str, str, str, str, str]
 
 
 def plan_pools(config: Config) -> list[PoolPlan]:
-    """The pools of a run: rollout, train, and one for each reward model that it stands up.
+    """The pools of a run: rollout, train, one for engines that only validate, and one for each
+    reward model that it stands up.
 
     The trainer's replicas are its ranks, one device each.
     """
@@ -83,6 +85,10 @@ def plan_pools(config: Config) -> list[PoolPlan]:
         PoolPlan("rollout", "rollout", rollout.replicas, each, settings),
         PoolPlan("train", "train", config.train.devices, 1, ("train.devices",)),
     ]
+    if (replicas := validators(config)) > 0:
+        settings = ("validate.replicas", "validate.devices_per_replica")
+        each = config.validation.devices_per_replica
+        plans.append(PoolPlan("validate", "validate", replicas, each, settings))
     for name, source in config.active_rewards.items():
         if source.has_pool:
             key = f"reward.{name}"

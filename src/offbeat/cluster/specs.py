@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from offbeat.config import Config, RewardSourceSection
 from offbeat.config_base import EngineName
@@ -57,16 +57,21 @@ class RunSpec:
     lineage: int = 0
 
 
-def policy_engine(config: Config, run: RunSpec, replica: int) -> EngineSpec:
-    """The spec of rollout engine `replica`."""
+def policy_engine(
+    config: Config, run: RunSpec, replica: int, role: Literal["rollout", "validate"] = "rollout"
+) -> EngineSpec:
+    """The spec of engine `replica` of the policy: rollout's, or one that only validates, which is
+    of the same kind and draws otherwise."""
     rollout = config.rollout
+    own = role == "validate"
+    devices = (config.validation if own else rollout).devices_per_replica
     return EngineSpec(
         model_path=str(config.model.path),
-        role="rollout",
+        role=role,
         replica=replica,
         seats=rollout.seats,
         max_context=rollout.max_context,
-        seed=config.seed,
+        seed=config.seed + int(own),
         dtype=rollout.dtype,
         device=run.device,
         on_update=rollout.on_update,
@@ -77,7 +82,7 @@ def policy_engine(config: Config, run: RunSpec, replica: int) -> EngineSpec:
         engine=rollout.engine,
         engine_args=rollout.engine_args,
         memory_share=rollout.memory_share,
-        devices=rollout.devices_per_replica,
+        devices=devices,
     )
 
 
@@ -119,6 +124,12 @@ def log_folder(config: Config) -> Path:
 def first_version(run: RunSpec) -> PolicyVersion:
     """The version of the weights that a start begins with."""
     return PolicyVersion(run.lineage, 0)
+
+
+def validators(config: Config) -> int:
+    """How many engines only validate."""
+    wanted = config.validation.on == "dedicated" and config.data.validation is not None
+    return config.validation.replicas if wanted else 0
 
 
 def standing(sources: Mapping[str, RewardSourceSection], kind: str) -> dict[str, int]:

@@ -384,5 +384,7 @@ def seat_attention(
         raise UserError("models whose attention has soft caps or sinks are not supported")
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    # Under autocast they come in different types; else these change nothing.
+    query, key, value = (tensor.to(seat_cache.dtype) for tensor in (query, key, value))
     seat_cache.write(seat_plan, layer, key, value)
     return seat_cache.attend(seat_plan, layer, query, scale), None

@@ -6,6 +6,7 @@ Everything here runs on the engine's stepping thread; nothing here knows request
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,22 +40,18 @@ class PolicyModel:
         max_context: int,
         seed: int,
         replica: int,
+        module: Any = None,
+        autocast: torch.dtype | None = None,
     ) -> None:
-        wanted: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
-        try:
-            with _LOADING:
-                transformers_logging.disable_progress_bar()
-                model: Any = AutoModelForCausalLM.from_pretrained(
-                    model_path, dtype=wanted, attn_implementation="sdpa"
-                )
-                self.tokenizer: Any = AutoTokenizer.from_pretrained(tokenizer_path or model_path)
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise UserError(
-                f"{model_path}: no causal LM with a tokenizer could be loaded: {reason}"
-            ) from error
+        """Loads what `model_path` holds, or takes a `module` of that kind, on `device` already.
+
+        With `autocast` the weights stay as they are, the decoder computes in that type and the head
+        in float32, as the trainer does; `dtype` is then of no account.
+        """
+        model, self.tokenizer = _load(model_path, tokenizer_path, dtype, module)
         _check_config(model_path, model.config)
         self.model = model.eval().requires_grad_(False).to(device)
+        self._autocast = autocast
         self.device = device
         config = model.config
         heads = config.num_attention_heads
@@ -68,7 +65,7 @@ class PolicyModel:
             getattr(config, "head_dim", None) or config.hidden_size // heads,
             seats=seats,
             columns=self.context,
-            dtype=model.dtype,
+            dtype=self.compute_dtype,
             device=device,
         )
         self._decoder = model.get_decoder()
@@ -79,6 +76,12 @@ class PolicyModel:
         state = np.random.SeedSequence([seed, replica]).generate_state(1, np.uint64)
         self._generator = torch.Generator().manual_seed(int(state[0]) >> 1)
         self._check_forward(model_path)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The type in which the decoder computes, and keys and values are kept."""
+        dtype: torch.dtype = self.model.dtype
+        return self._autocast or dtype
 
     @property
     def eos_token_id(self) -> int | None:
@@ -101,19 +104,20 @@ class PolicyModel:
         Returns the logits and which items the rows after the pending tokens belong to.
         """
         plan = self.cache.plan(pending, lengths, segments, self._groups)
-        hidden = self._decoder(
-            input_ids=plan.inputs,
-            position_ids=plan.positions,
-            attention_mask=self._no_mask,
-            use_cache=False,
-            seat_cache=self.cache,
-            seat_plan=plan,
-        ).last_hidden_state[0]
+        with self._cast():
+            hidden = self._decoder(
+                input_ids=plan.inputs,
+                position_ids=plan.positions,
+                attention_mask=self._no_mask,
+                use_cache=False,
+                seat_cache=self.cache,
+                seat_plan=plan,
+            ).last_hidden_state[0]
         if not logits or not (pending or plan.items):
             return None, plan.items
         if plan.logits_at is not None:
             hidden = hidden.index_select(0, plan.logits_at)
-        return self._head(hidden), plan.items
+        return self._head(hidden if self._autocast is None else hidden.float()), plan.items
 
     def draw(
         self, logits: torch.Tensor, temperatures: list[float], counts: list[int]
@@ -176,11 +180,17 @@ class PolicyModel:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def _cast(self) -> contextlib.AbstractContextManager[Any]:
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self._autocast)
+
     def _check_forward(self, model_path: str) -> None:
         """Compares the seats' path with the stock model's, once: unknown models fail here."""
         size = min(6, self.context)
         tokens = np.arange(size, dtype=np.int64) % self.vocabulary
-        stock = self.model(torch.from_numpy(tokens)[None].to(self.device), use_cache=False)
+        with self._cast():
+            stock = self.model(torch.from_numpy(tokens)[None].to(self.device), use_cache=False)
         self.model.set_attn_implementation(ATTENTION)
         probe = [Segment(tokens[:-1], 0, (0,))] if size > 1 else []
         pending, lengths = [int(tokens[-1])], [size - 1]
@@ -189,13 +199,31 @@ class PolicyModel:
         ours, _ = self.forward(pending, lengths, [], logits=True)
         assert ours is not None
         expected = stock.logits[0, -1].float()
-        tolerance = 0.01 if self.model.dtype == torch.float32 else 0.3
+        tolerance = 0.01 if self.compute_dtype == torch.float32 else 0.3
         error = float((ours[0].float() - expected).abs().max())
         if not error <= tolerance * float(expected.std()) + 1e-6:
             raise UserError(
                 f"{model_path}: this model's logits differ by {error:.3g} when its attention goes "
                 "through the engine's seats; use a Llama-like model or another engine"
             )
+
+
+def _load(model_path: str, tokenizer_path: str | None, dtype: str, module: Any) -> tuple[Any, Any]:
+    """The model, unless it is given, and the tokenizer."""
+    wanted: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
+    try:
+        with _LOADING:
+            transformers_logging.disable_progress_bar()
+            if module is None:
+                module = AutoModelForCausalLM.from_pretrained(
+                    model_path, dtype=wanted, attn_implementation="sdpa"
+                )
+            return module, AutoTokenizer.from_pretrained(tokenizer_path or model_path)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"{model_path}: no causal LM with a tokenizer could be loaded: {reason}"
+        ) from error
 
 
 def _check_config(model_path: str, config: Any) -> None:

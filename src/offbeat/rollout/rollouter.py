@@ -18,6 +18,7 @@ from offbeat.errors import DeadlinePassed, OffbeatError, RequestRefused, RunFail
 from offbeat.ledger import Counts, Flag, Ledger
 from offbeat.records import (
     Batch,
+    Completion,
     GenerateRequest,
     Group,
     Manifest,
@@ -40,7 +41,7 @@ from offbeat.rollout.parts import (
 )
 from offbeat.rollout.router import Place, Router, wait_for
 from offbeat.rollout.scoring import Rated, combine, rate
-from offbeat.rollout.validation import Check, greedy, unchecked, validate
+from offbeat.rollout.validation import Validator
 from offbeat.store import Store
 from offbeat.weights.sync import Replica, SyncReport, WeightSync
 
@@ -61,12 +62,10 @@ class Rollouter:
         version: PolicyVersion,
         total_steps: int,
         replace: Callable[[int], Awaitable[Engine]],
-        held_out: Sequence[Prompt] = (),
-        check: Check | None = None,
+        validator: Validator | None = None,
     ) -> None:
         self.config = config
-        self._held_out = held_out
-        self._check = check
+        self._validator = validator
         self.running = asyncio.Event()  # set once `run` has begun
         self.prompts = prompts
         self.rewards = rewards
@@ -278,32 +277,16 @@ class Rollouter:
         return await self.sync.publish(manifest)
 
     async def validate(self) -> tuple[int, dict[str, float]]:
-        """Greedy answers to the held-out prompts, all made by one version, which is returned.
+        """Held-out prompts answered by one version, through engines; its step, and metrics."""
+        return await self._validator_of().validate(self.sync, self._generation)
 
-        Publications wait meanwhile; rollout goes on beside it.
-        """
-        rollout, seconds = self.config.rollout, self.config.validation.deadline_seconds
-        async with self.sync.lock:
-            try:
-                async with asyncio.timeout(seconds) as limit:
-                    metrics = await validate(
-                        self._generation.patient,
-                        self._held_out,
-                        greedy(rollout.max_tokens, rollout.stop),
-                        self._check or unchecked,
-                        concurrency=rollout.seats * len(self.replicas),
-                    )
-            except TimeoutError as late:
-                if not limit.expired():
-                    raise
-                busy = {r.index: r.outstanding for r in self.replicas}
-                raise DeadlinePassed(
-                    f"validation of version {self.sync.floor} was not done within "
-                    f"validate.deadline_seconds = {seconds:g}; samples that engines owe: {busy}"
-                ) from late
-            except ExceptionGroup as group:
-                raise first_of(group) from None
-            return self.sync.floor, metrics
+    async def held_out(self) -> list[GenerateRequest]:
+        """The held-out prompts, for whoever else answers them."""
+        return self._validator_of().requests()
+
+    async def assess(self, answers: Sequence[Completion]) -> dict[str, float]:
+        """Metrics of answers to `held_out`, wherever they were made."""
+        return await self._validator_of().assess(answers)
 
     async def counts(self) -> Counts:
         """The books: admitted = trained + discarded + live."""
@@ -320,7 +303,10 @@ class Rollouter:
     async def drain(self) -> tuple[list[Span], list[SyncReport], Tally]:
         """Spans of engines and reward sources, weight-sync reports and the tally, since last."""
         routable = [replica.engine for replica in self.replicas if replica.routable]
-        spans = await spans_of([*(e.drain_spans for e in routable), self.rewards.drain_spans])
+        drains = [*(e.drain_spans for e in routable), self.rewards.drain_spans]
+        if self._validator is not None:
+            drains.append(self._validator.drain_spans)
+        spans = await spans_of(drains)
         tally, self.tally = self.tally, Tally()
         return spans, self.sync.drain_reports(), tally
 
@@ -347,6 +333,11 @@ class Rollouter:
         """No further prompt will come, short of one that replaces a discard."""
         kept = self._next_ordinal - self._discards
         return self._next_ordinal >= self.prompts.total or kept >= self._wanted
+
+    def _validator_of(self) -> Validator:
+        if self._validator is None:
+            raise OffbeatError("there are no held-out prompts: data.validation is not set")
+        return self._validator
 
     def _take(self, step: int) -> list[int] | None:
         if self._failure is not None:

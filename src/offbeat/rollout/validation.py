@@ -1,132 +1,185 @@
-"""Greedy validation: held-out prompts through any engine, and an exact checker's verdict.
+"""Validation: held-out prompts, answered by one version of the policy, checked and scored.
 
-The run's own validation and `offbeat eval` share this. The checker has the signature of a reward
-function, `(prompts, completions, **columns) -> list[float | None]`; a completion's text is handed
-over whole, and where its answer ends is the checker's to say.
+```
+ requests ──► rollout's engines │ engines of their own │ the trainer ──► answers of one version
+                                                                            │
+     metrics ◄── checker (a process of its own) and the run's reward loop ◄─┘
+```
+
+A prompt's answers are scored when all of them are there, by the same reward loop that serves
+training, in the scope "validation"; only so many at once that training's samples find the judges
+free. The version is pinned while answers are made; checking and scoring hold nothing up. Requests
+and results are in the file's order, whoever answered first.
+
+The run and `offbeat eval` share this.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
-import math
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
 
-from offbeat.errors import RequestRefused, UserError
-from offbeat.records import Completion, GenerateRequest, Progress, Prompt, Sampling
+from offbeat.config import Config
+from offbeat.errors import DeadlinePassed, RequestRefused, first_of
+from offbeat.records import (
+    Completion,
+    GenerateRequest,
+    PolicyVersion,
+    Progress,
+    Prompt,
+    Sampling,
+    Span,
+)
+from offbeat.reward.loop import RewardLoop
+from offbeat.rollout.checker import Checker
+from offbeat.rollout.dedicated import DedicatedEngines
+from offbeat.rollout.engine import Engine
+from offbeat.rollout.generation import Generation
+from offbeat.rollout.marking import SCOPE, Marking, Scoring
+from offbeat.weights.sync import WeightSync
 
-Generate = Callable[[GenerateRequest], AsyncIterator[Completion | Progress]]
-Check = Callable[..., Any]
+log = logging.getLogger(__name__)
+SHARE = 4
+"""A fourth of what the narrowest reward source takes at once is validation's."""
 
-
-def greedy(max_tokens: int, stop: tuple[str, ...] = ()) -> Sampling:
-    """Greedy sampling as validation uses it."""
-    return Sampling(max_tokens=max_tokens, temperature=0.0, stop=stop)
-
-
-async def validate(
-    engine_generate: Generate,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    check: Check,
-    *,
-    name: str = "validation",
-    concurrency: int = 64,
-) -> dict[str, float]:
-    """One completion of each prompt, checked: accuracy, n, mean_tokens, truncated, unscored.
-
-    `accuracy` is the mean over what the checker scored: None and non-finite values, and prompts
-    that the engine refuses, are counted as `unscored` and enter no mean (nan if nothing is left).
-    `truncated` is the share of completions that ended at max_tokens. Raises `UserError` when the
-    checker raises or returns the wrong number of scores.
-    """
-    gate = asyncio.Semaphore(concurrency)
-    answers: list[Completion | None] = [None] * len(prompts)
-
-    async def answer(place: int, prompt: Prompt) -> None:
-        request = GenerateRequest(f"{name}/{place}", prompt.token_ids, 1, sampling)
-        async with gate:
-            try:
-                async for item in engine_generate(request):
-                    if isinstance(item, Completion):
-                        answers[place] = item
-            except RequestRefused:
-                return
-
-    async with asyncio.TaskGroup() as group:
-        for place, prompt in enumerate(prompts):
-            group.create_task(answer(place, prompt))
-    done = [(p, a) for p, a in zip(prompts, answers, strict=True) if a is not None]
-    scores = await run_check(check, [p for p, _ in done], [a.text for _, a in done])
-    good = [score for score in scores if score is not None and math.isfinite(score)]
-    return {
-        "accuracy": _mean(good),
-        "n": float(len(prompts)),
-        "mean_tokens": _mean([float(a.tokens) for _, a in done]),
-        "truncated": _mean([float(a.finish_reason == "length") for _, a in done]),
-        "unscored": float(len(prompts) - len(good)),
-    }
+Generate = Callable[[GenerateRequest], AsyncGenerator[Completion | Progress, None]]
+Answered = Callable[[int, Sequence[Completion]], None]
 
 
-def unchecked(prompts: list[str], completions: list[str], **_: object) -> list[float | None]:
-    """The checker of a run that has none: nothing is scored."""
-    return [None] * len(completions)
+class Validator:
+    """A run's held-out prompts, its checker and its rewards."""
 
+    def __init__(
+        self,
+        config: Config,
+        prompts: Sequence[Prompt],
+        *,
+        checker: Checker | None = None,
+        rewards: RewardLoop | None = None,
+        dedicated: DedicatedEngines | None = None,
+    ) -> None:
+        """Without a checker there is no accuracy; without rewards there are none of theirs."""
+        self.config = config
+        self.prompts = prompts
+        self.checker = checker
+        self.rewards = rewards if config.validation.rewards else None
+        self.dedicated = dedicated
+        narrowest = min((s.concurrency for s in config.active_rewards.values()), default=1)
+        self._gate = asyncio.Semaphore(max(1, narrowest // (SHARE * config.validation.samples)))
 
-async def run_check(
-    check: Check, prompts: Sequence[Prompt], completions: Sequence[str]
-) -> list[float | None]:
-    """The checker's scores; a plain function runs in a thread, so that the loop stays free."""
-    if not prompts:
-        return []
-    columns = _accepted(check, columns_of(prompts))
-    texts = [prompt.text for prompt in prompts]
-    try:
-        if inspect.iscoroutinefunction(check):
-            scores = await check(texts, list(completions), **columns)
-        else:
-            scores = await asyncio.to_thread(check, texts, list(completions), **columns)
-            if inspect.isawaitable(scores):
-                scores = await scores
-    except Exception as error:  # the user's function may raise anything
-        raise UserError(
-            f"validate.function raised {type(error).__name__}: {error}; it must return a score "
-            "or None for every completion"
-        ) from error
-    return as_scores(scores, len(prompts), "validate.function")
+    def requests(self) -> list[GenerateRequest]:
+        """One request a prompt, in the file's order."""
+        rollout, section = self.config.rollout, self.config.validation
+        sampling = Sampling(rollout.max_tokens, section.temperature, rollout.stop)
+        return [
+            GenerateRequest(f"{SCOPE}/{place}", prompt.token_ids, section.samples, sampling)
+            for place, prompt in enumerate(self.prompts)
+        ]
 
+    async def validate(
+        self, published: WeightSync[Engine], generation: Generation
+    ) -> tuple[int, dict[str, float]]:
+        """Answers by the engines that `validate.on` names; the step of the version, and metrics.
 
-def as_scores(scores: object, wanted: int, who: str) -> list[float | None]:
-    """A function's return value as scores; `UserError` when it is not `wanted` numbers or None."""
-    try:
-        found = [None if score is None else float(score) for score in scores]  # type: ignore[attr-defined]
-    except (TypeError, ValueError):
-        raise UserError(
-            f"{who} returned {scores!r:.80}; it must return a list of numbers"
-        ) from None
-    if len(found) != wanted:
-        raise UserError(
-            f"{who} returned {len(found)} scores for {wanted} completions; it must return one each"
+        Through rollout's engines publications wait until the answers are there; engines of their
+        own hold them up only while they load. Raises `DeadlinePassed` when the answers are not
+        there by `validate.deadline_seconds`; what is not scored by then is counted as failed.
+        """
+        seconds = self.config.validation.deadline_seconds
+        until = asyncio.get_running_loop().time() + seconds
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                marking = self._marking(tasks)
+                try:
+                    async with asyncio.timeout_at(until) as limit:
+                        step = await self._answers(published, generation, marking)
+                except TimeoutError as late:
+                    if not limit.expired():
+                        raise
+                    raise DeadlinePassed(
+                        f'validation through validate.on = "{self.config.validation.on}" has '
+                        f"{marking.answered_prompts} of {len(self.prompts)} prompts answered at "
+                        f"validate.deadline_seconds = {seconds:g}"
+                    ) from late
+                metrics = await marking.metrics(until)
+        except ExceptionGroup as group:
+            raise first_of(group) from None
+        return step, metrics
+
+    async def through(self, generate: Generate) -> dict[str, float]:
+        """Metrics of answers by one engine."""
+        found: list[Completion] = []
+        await ask(generate, self.requests(), self._at_once(), lambda _, part: found.extend(part))
+        return await self.assess(found)
+
+    async def assess(self, completions: Sequence[Completion]) -> dict[str, float]:
+        """Metrics of answers that were made elsewhere to `requests`."""
+        until = asyncio.get_running_loop().time() + self.config.validation.deadline_seconds
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                marking = self._marking(tasks)
+                marking.take(completions)
+                return await marking.metrics(until)
+        except ExceptionGroup as group:
+            raise first_of(group) from None
+
+    async def drain_spans(self) -> list[Span]:
+        """Compute spans of the engines of its own since the last call."""
+        return [] if self.dedicated is None else await self.dedicated.drain_spans()
+
+    async def _answers(
+        self, published: WeightSync[Engine], generation: Generation, marking: Marking
+    ) -> int:
+        """Has all answers made; the step of the version that made them."""
+        if self.dedicated is None:
+            async with published.lock:
+                await ask(generation.patient, self.requests(), self._at_once(), marking.answered)
+                return marking.step(published.floor)
+
+        async def through(own: Generation, version: PolicyVersion) -> int:
+            marking.forget()  # answers of an older version, if this is not the first time
+            await ask(own.patient, self.requests(), self._at_once(), marking.answered)
+            return marking.step(version.step)
+
+        return await self.dedicated.pinned(published, through)
+
+    def _at_once(self) -> int:
+        """Requests in flight: as many as fill the seats of all engines."""
+        section, rollout = self.config.validation, self.config.rollout
+        engines = section.replicas if section.on == "dedicated" else rollout.replicas
+        return max(1, rollout.seats * engines // section.samples)
+
+    def _marking(self, tasks: asyncio.TaskGroup) -> Marking:
+        names = () if self.rewards is None else tuple(self.config.active_rewards)
+        return Marking(
+            self.prompts,
+            Scoring(self.rewards, names, self._gate),
+            self.checker,
+            samples=self.config.validation.samples,
+            column=self.config.data.source_column,
+            tasks=tasks,
         )
-    return found
 
 
-def columns_of(prompts: Sequence[Prompt]) -> dict[str, list[Any]]:
-    """The rows' columns as lists, aligned with the prompts; None where a row lacks one."""
-    names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
-    columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
-    columns.setdefault("reference", [prompt.reference for prompt in prompts])
-    return columns
+async def ask(
+    generate: Generate, requests: Sequence[GenerateRequest], at_once: int, answered: Answered
+) -> None:
+    """Sends the requests in order, `at_once` at a time; tells the completions of each, by index,
+    when all are there. One that the engine refuses is told without any."""
+    waiting = iter(enumerate(requests))
 
+    async def one_after_another() -> None:
+        for place, request in waiting:
+            found: list[Completion] = []
+            try:
+                async with contextlib.aclosing(generate(request)) as stream:
+                    found = [item async for item in stream if isinstance(item, Completion)]
+            except RequestRefused as refused:
+                log.warning("not validated: %s", refused)
+            answered(place, sorted(found, key=lambda completion: completion.index))
 
-def _accepted(check: Check, columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """The columns that the checker's signature takes: all with `**columns`, else those it names."""
-    parameters = list(inspect.signature(check).parameters.values())
-    every = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    names = {p.name for p in parameters[2:]}
-    return {k: v for k, v in columns.items() if (k.isidentifier() if every else k in names)}
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(min(at_once, len(requests))):
+            tasks.create_task(one_after_another())

@@ -7,6 +7,7 @@ on, indented, in the next one, broken between facts.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +24,9 @@ SPANS_A_LINE = 50_000  # newest ones kept for the next line
 SATURATED = 0.6  # of the time: a role that computes so much can be called a bottleneck
 WAITS_LITTLE = 0.1  # of the time: a trainer that waits so little is itself the bottleneck
 INDENT = "        "
+ANSWERED_BY = {"dedicated": " by engines of its own", "train": " by the trainer"}
+COUNTS = frozenset({"n", "unscored", "failed"})
+"""Metrics of a validation that count, by the name before the slash."""
 Record = Mapping[str, Any]
 
 
@@ -68,8 +72,9 @@ class Console:
         with self._boundary:
             metrics = record["metrics"]
             self._validation = metrics.get("accuracy")
-            shown = ", ".join(f"{name} {_number(value)}" for name, value in metrics.items())
-            self.say(f"validation of version {record['version']}: {shown}")
+            shown = ", ".join(f"{name} {_metric(name, value)}" for name, value in metrics.items())
+            by = ANSWERED_BY.get(record.get("by", "rollout"), "")
+            self.say(f"validation of version {record['version']}{by}: {shown}")
 
     def step(self, record: Record) -> None:
         """The line of one step, from its step record. Step 0 is the first: it shows as step 1/N."""
@@ -138,7 +143,7 @@ def bottleneck(shares: Mapping[str, float], waits: float) -> str:
     if waits <= WAITS_LITTLE:
         computes = f"computes {_percent(shares['train'])}, " if "train" in shares else ""
         return f"trainer is the bottleneck: {computes}waits {_percent(waits)}"
-    others = {role: share for role, share in shares.items() if role != "train"}
+    others = {role: share for role, share in shares.items() if role not in ("train", "validate")}
     if not others:
         return f"trainer waits {_percent(waits)}"
     role = max(others, key=lambda name: others[name])
@@ -189,6 +194,13 @@ def _rewards(reward: Mapping[str, float | None]) -> str:
 def _staleness(staleness: Mapping[str, Any]) -> str:
     mean, top = staleness["mean"], staleness["max"]
     return "stale -" if mean is None or top is None else f"stale {mean:.1f}/{top}"
+
+
+def _metric(name: str, value: Any) -> str:
+    """A validation's metric, counts without places; nan is the mean of nothing."""
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{value:.0f}" if name.partition("/")[0] in COUNTS else _number(value)
 
 
 def _number(value: Any, places: int = 3) -> str:

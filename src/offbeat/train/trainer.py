@@ -30,6 +30,7 @@ from offbeat.train.batching import plan
 from offbeat.train.model import PolicyModel, resolve_device
 from offbeat.train.probe import DriftMeter
 from offbeat.train.step import StepResult, StepSamples, TokenStatistics, gather, mean
+from offbeat.train.twin import twin_of
 from offbeat.weights.transport import Transport, make_transport
 
 
@@ -157,6 +158,12 @@ class Trainer:
         with self._span("publish"):
             tensors, tied = self.model.tensors()
             return self._transport.publish(tensors, tied, self.version)
+
+    @contextlib.contextmanager
+    def lent(self) -> Iterator[Any]:
+        """The module's twin, for who answers with the present weights between two steps."""
+        with self._span("validate"):
+            yield twin_of(self.model.module)
 
     def save(
         self, path: Path, extra: dict[str, Any], files: Mapping[str, Path] | None = None

@@ -1,0 +1,108 @@
+"""The exact checker of a validation: the user's function, in a worker process of its own.
+
+It is called as a reward function is, `(prompts, completions, **columns) -> list[float | None]`,
+with whole texts: where an answer ends is the checker's to say. In a process it can hang, crash or
+hold the interpreter as it likes; nobody else waits. A call that fails is taken apart, so that one
+odd completion is unscored and no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from offbeat.errors import UserError
+from offbeat.records import Completion, Prompt, ScoreItem
+from offbeat.reward.function import WorkerFailed, WorkerProcess
+from offbeat.reward.function_style import Outcome
+
+log = logging.getLogger(__name__)
+SETTING = "validate.function"
+AT_ONCE = 64
+"""Completions of one call."""
+CALL_SECONDS = 60.0
+TIMEOUTS_ON_END = 3
+"""As many completions of a call, checked alone, time out on end before the rest is given up."""
+
+Values = list[float | str | None]
+
+
+class Checker:
+    """Scores completions; `spec` and `base` say where the function is, as for reward sources."""
+
+    def __init__(self, spec: str, base: Path) -> None:
+        """Starts nothing."""
+        self._worker = WorkerProcess(spec, base.resolve(), SETTING)
+        self._turn = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Starts the process; raises `UserError` where the function cannot be used."""
+        try:
+            await self._worker.start()
+        except WorkerFailed as failed:
+            raise UserError(f"{SETTING}: {failed.reason}") from None
+
+    async def check(self, answers: Sequence[tuple[Prompt, Completion]]) -> list[float | None]:
+        """A score for each answer, None where there is none: no opinion, no number, or a failure.
+
+        Raises `UserError` when every completion failed: then the function is to be mended.
+        """
+        values: Values = []
+        async with self._turn:
+            for first in range(0, len(answers), AT_ONCE):
+                part = answers[first : first + AT_ONCE]
+                values += await self._part([item_of(prompt, answer) for prompt, answer in part])
+        failures = [value for value in values if isinstance(value, str)]
+        if failures and len(failures) == len(values):
+            raise UserError(
+                f"{SETTING} failed on all {len(values)} completions: {failures[0]}; it must return "
+                "a score or None for every completion"
+            )
+        if failures:
+            log.warning("%s: %d completions: %s", SETTING, len(failures), failures[0])
+        return [
+            None if isinstance(value, str | None) or not math.isfinite(value) else float(value)
+            for value in values
+        ]
+
+    async def stop(self) -> None:
+        """Ends the process."""
+        await self._worker.kill()
+
+    async def _part(self, items: Sequence[ScoreItem]) -> Values:
+        """One call, taken apart where it fails as a whole. Failures are texts."""
+        values, cause = await self._call(items)
+        if cause is None or len(items) == 1:
+            return values
+        found: Values = []
+        late = 0
+        for item in items:
+            if late < TIMEOUTS_ON_END:
+                values, cause = await self._call([item])
+                late = late + 1 if cause == "timeout" else 0
+            found += values
+        return found
+
+    async def _call(self, items: Sequence[ScoreItem]) -> tuple[Values, str | None]:
+        """The values, and the cause where the call as a whole failed."""
+        try:
+            answer = await self._worker.call(items, CALL_SECONDS)
+        except WorkerFailed as failed:
+            return [failed.reason] * len(items), failed.cause
+        if "cause" in answer:
+            return [str(answer["reason"])] * len(items), str(answer["cause"])
+        return [_value(outcome) for outcome in answer["outcomes"]], None
+
+
+def _value(outcome: Outcome) -> float | str | None:
+    return str(outcome["reason"]) if "cause" in outcome else outcome["value"]
+
+
+def item_of(prompt: Prompt, completion: Completion) -> ScoreItem:
+    """A completion as reward sources and the checker see it."""
+    return ScoreItem(
+        prompt, completion.text, completion.finish_reason, completion.tokens, completion.index
+    )
