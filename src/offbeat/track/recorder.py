@@ -251,12 +251,13 @@ class Recorder:
         self._stats.groups = dict(counts)
         self._stats.outcomes = {name: _outcome(source) for name, source in rewards.items()}
 
-    def validation(self, version: int, metrics: Mapping[str, float]) -> None:
-        """A validation pinned to one version."""
+    def validation(self, version: int, metrics: Mapping[str, float], by: str) -> None:
+        """A validation pinned to one version; `by` says who answered: rollout, dedicated, train."""
         record = {
             "type": "validation",
             "step": version,
             "version": str(version),
+            "by": by,
             "metrics": dict(metrics),
         }
         self._metrics.write(record)

@@ -126,11 +126,12 @@ class RunStats:
             self.look_counts[source] += 1
 
     def validation(self, record: Record) -> None:
-        """Take a validation record: step, version, metrics."""
+        """Take a validation record: step, version, who answered, metrics."""
         with self.boundary:
             self.validations[record["step"]] = {
                 "step": record["step"],
                 "version": str(record["version"]),
+                "by": record.get("by", "rollout"),
                 "metrics": dict(record["metrics"]),
             }
 

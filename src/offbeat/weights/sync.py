@@ -99,7 +99,7 @@ class WeightSync(Generic[E]):
     """Publishes versions to replicas and restarts those that do not follow.
 
     `replace(index)` ends a replica's process and returns a started one with the first weights.
-    `loads_at_once` None: half of the replicas.
+    `loads_at_once` None: half of the replicas. `whom` is what a replica is called in messages.
     """
 
     def __init__(
@@ -113,6 +113,7 @@ class WeightSync(Generic[E]):
         tasks: asyncio.TaskGroup,
         loads_at_once: int | None = None,
         max_restarts: int = 3,
+        whom: str = "engine",
     ) -> None:
         self.replicas = replicas
         self.lock = asyncio.Lock()
@@ -125,6 +126,7 @@ class WeightSync(Generic[E]):
         self._tasks = tasks
         self._at_once = at_once(len(replicas), loads_at_once)
         self._max_restarts = max_restarts
+        self._whom = whom
         self._floor = min(replica.version for replica in replicas)
 
     @property
@@ -174,7 +176,9 @@ class WeightSync(Generic[E]):
                 replica.version, acknowledged = version, replica.routable
         except Exception as error:  # boundary: whatever ends an engine's load takes it out
             cause = self._cause(error, f"missed its deadline of {self._deadline:g} s")
-            log.warning("engine %d: load of version %s: %s", replica.index, manifest.version, cause)
+            log.warning(
+                "%s %d: load of version %s: %s", self._whom, replica.index, manifest.version, cause
+            )
             self.take_out(replica, engine, cause)
         self.reports.append(
             SyncReport(manifest.version.step, replica.index, start, time.time(), acknowledged)
@@ -195,7 +199,7 @@ class WeightSync(Generic[E]):
         if not replica.routable or replica.engine is not engine:
             return
         replica.leave()
-        log.warning("engine %d is taken out: %s", replica.index, cause)
+        log.warning("%s %d is taken out: %s", self._whom, replica.index, cause)
         work = self._revive(replica, cause)
         try:
             self._tasks.create_task(work)
@@ -208,17 +212,18 @@ class WeightSync(Generic[E]):
             replica.restarts += 1
             if replica.restarts > self._max_restarts:
                 raise RunFailed(
-                    f"engine {replica.index} failed {replica.restarts} times; the last: {cause}"
+                    f"{self._whom} {replica.index} failed {replica.restarts} times; "
+                    f"the last: {cause}"
                 )
             try:
                 await self._restart(replica)
                 break
             except Exception as error:  # boundary: a start that fails is tried again
                 cause = self._cause(error, "its replacement did not start in time")
-                log.warning("engine %d: replacement: %s", replica.index, cause)
+                log.warning("%s %d: replacement: %s", self._whom, replica.index, cause)
                 await asyncio.sleep(pause)
                 pause *= 2
-        log.info("engine %d joined again at version %s", replica.index, replica.version)
+        log.info("%s %d joined again at version %s", self._whom, replica.index, replica.version)
         await self._on_change()
 
     async def _restart(self, replica: Replica[E]) -> None:
