@@ -203,7 +203,9 @@ class Reward:
 class ScoreItem:
     """What a reward source sees of one sample: text only, never policy token ids (D2).
 
-    `tokens` counts those of the completion, `index` is the sample's in its group.
+    `tokens` counts those of the completion, `index` is the sample's in its group. A `draw` above
+    0 is asked for anew, beside whatever was said of the same text before: no verdict of the
+    cache, and other seeds for every draw.
     """
 
     prompt: Prompt
@@ -211,6 +213,7 @@ class ScoreItem:
     finish_reason: FinishReason = "stop"
     tokens: int = 0
     index: int = 0
+    draw: int = 0
 
 
 @dataclass(frozen=True, slots=True)
