@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from offbeat.config_base import (
     NO_DEVICES,
@@ -26,6 +26,10 @@ Parser = Literal["number", "last_number", "json", "yes_no", "choice", "rubric", 
 READY_TEMPLATES = ("grade", "grade_reference", "correct", "rubric", "pairwise")
 """Templates that Offbeat brings along, by name."""
 SOURCE_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def _name_or_number(label: Any) -> Any:
+    return str(label) if isinstance(label, int) and not isinstance(label, bool) else label
 
 
 class RewardSourceSection(Section):
@@ -148,7 +152,7 @@ class RewardSourceSection(Section):
     over_length: Literal["cut_front", "fail"] = Field(
         "fail", description="a text that is too long: cut its front, or failed(too_long)"
     )
-    label: str | None = Field(
+    label: Annotated[str | None, BeforeValidator(_name_or_number)] = Field(
         None, description="whose logit is the reward, of a model with several: name or number"
     )
     label_values: dict[str, float] = Field(
@@ -257,10 +261,36 @@ class RewardSourceSection(Section):
                     f'parser = "{self.parser}" reads no preference; leave it out with pairwise, '
                     'or set it to "expected"'
                 )
+        chosen = "label_values" if self.label_values else "label"
+        if self.kind != "disrm" and (self.label is not None or self.label_values):
+            raise ValueError(
+                f'{chosen} is set for kind = "{self.kind}"; only a scorer (kind = "disrm") has '
+                "labels: leave it out"
+            )
         if self.label is not None and self.label_values:
             raise ValueError(
                 "label_values and label are both set; the reward is either one label's logit or "
                 "the expected value: leave one out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _scaled(self) -> Self:
+        """What `normalize` makes of the scores."""
+        if self.normalize != "affine":
+            if self.affine != (1.0, 0.0):
+                raise ValueError(
+                    f"affine = {list(self.affine)} has no effect with normalize = "
+                    f'"{self.normalize}"; set normalize = "affine", or leave affine out'
+                )
+        elif "affine" not in self.model_fields_set:
+            raise ValueError(
+                'affine is missing; normalize = "affine" needs affine = [factor, term]'
+            )
+        elif self.affine[0] == 0:
+            raise ValueError(
+                f"affine = {list(self.affine)} would make all scores the same; give a factor "
+                "that is not 0"
             )
         return self
 
