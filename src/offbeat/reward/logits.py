@@ -77,8 +77,6 @@ def _values(
         place = _place(label, labels, setting, model)
         if place in found:
             raise UserError(f"{setting}: {label!r} is there twice, by name and by number")
-        if not math.isfinite(value):
-            raise UserError(f"{setting}: {label} = {value} is no finite number; give it one")
         found[place] = value
     lacking = [label for place, label in enumerate(labels) if place not in found]
     if lacking:
