@@ -10,7 +10,6 @@ import asyncio
 import json
 import math
 import os
-import textwrap
 import time
 from collections.abc import Container, Mapping, Sequence
 
@@ -19,6 +18,7 @@ import numpy as np
 
 from offbeat.cli_cluster import PROBE_SECONDS, Assumed, Say, check_devices, check_engines
 from offbeat.cli_models import check_models
+from offbeat.cli_templates import check_template, reference_answer
 from offbeat.config import Config, RewardSourceSection, Section
 from offbeat.data import (
     Row,
@@ -34,7 +34,6 @@ from offbeat.errors import UserError
 from offbeat.records import Prompt, ScoreItem
 from offbeat.reward.function import WorkerFailed, WorkerProcess
 from offbeat.reward.function_style import SHAPES, Outcome
-from offbeat.reward.template import TemplateFailed, TextTemplate
 
 
 def preflight(
@@ -55,7 +54,7 @@ def preflight(
     held_out = _rows(config, "validation", elsewhere) if config.data.validation else []
     _check_functions(config, rows, held_out, say)
     for name, source in config.active_rewards.items():
-        _check_template(config, name, source, rows, say)
+        check_template(config, name, source, rows, say)
         if source.kind == "genrm" and source.base_url is not None:
             for url in source.base_urls:
                 told = f"{url} is not asked from here"
@@ -72,28 +71,20 @@ def _rows(config: Config, split: Split, elsewhere: bool) -> Sequence[Row]:
     return select_rows(config, split)[1]
 
 
-_FUNCTION = ("function", "workers")
+_FUNCTION = ("function", "workers", "style", "arguments")
 _GENRM = (
-    *("base_url", "api_key_env", "parser", "scale", "max_tokens", "structured", "temperature"),
-    "stop",
+    *("base_url", "api_key_env", "requests_per_minute", "tokens_per_minute", "parser", "choices"),
+    *("rubric", "votes", "vote", "pairwise", "cache", "seed", "scale", "max_tokens", "structured"),
+    *("temperature", "stop"),
 )
-_MODEL = [
-    "engine",
-    "engine_args",
-    "memory_share",
-    "model",
-    "replicas",
-    "devices_per_replica",
-    "template",
-    "chat",
-    "dtype",
-    "threads",
-    "seats",
-    "max_context",
-]
+_DISRM = ("over_length", "label", "label_values")
+_MODEL = (
+    *("engine", "engine_args", "memory_share", "model", "replicas", "devices_per_replica", "pool"),
+    *("device_share", "template", "chat", "dtype", "threads", "seats", "max_context"),
+)
 _OF_OTHERS: dict[str, tuple[str, ...]] = {
-    "function": (*_MODEL, *_GENRM, "over_length"),
-    "genrm": (*_FUNCTION, "over_length"),
+    "function": (*_MODEL, *_GENRM, *_DISRM),
+    "genrm": (*_FUNCTION, *_DISRM),
     "disrm": (*_FUNCTION, *_GENRM),
 }
 
@@ -164,11 +155,6 @@ def _check_functions(
         asyncio.run(_try_function(worker, who, prompts, answers, source, say))
 
 
-def reference_answer(config: Config, prompt: Prompt) -> str:
-    """The reference as a sample would end it: with the first stop string, if there is one."""
-    return (prompt.reference or "") + next(iter(config.rollout.stop), "")
-
-
 async def _try_function(
     worker: WorkerProcess,
     who: str,
@@ -223,31 +209,6 @@ def _shown(outcome: Outcome) -> str:
         return said
     value = outcome["value"]
     return "no opinion" if value is None else f"{value:g}"
-
-
-def _check_template(
-    config: Config, name: str, source: RewardSourceSection, rows: Sequence[Row], say: Say
-) -> None:
-    """Renders a source's own template for the first row; what fails there fails everywhere."""
-    if source.template is None:
-        return
-    key = f"reward.{name}.template"
-    low, high = source.scale
-    more = {"parser": source.parser, "low": f"{low:g}", "high": f"{high:g}"}
-    variables = more if source.kind == "genrm" else {}
-    template = TextTemplate.load(source.template, "", key, **variables)
-    if not rows:
-        say(f"{key}: {source.template} is not tried, as there are no rows here")
-        return
-    prompt = plain_prompt(config, rows[0])
-    try:
-        text = template.render(ScoreItem(prompt, reference_answer(config, prompt)))
-    except TemplateFailed as error:
-        raise UserError(
-            f"{key}: {source.template} fails on the first row ({error}); it may use question, "
-            "answer, reference and columns"
-        ) from None
-    say(f"{key} on the first row, reference answer:\n" + textwrap.indent(text, "  | "))
 
 
 def probe_judge(name: str, source: RewardSourceSection, url: str) -> str:

@@ -21,6 +21,7 @@ from offbeat.config_base import (
     Section,
     Share,
 )
+from offbeat.config_verdicts import check_verdicts
 
 Parser = Literal["number", "last_number", "json", "yes_no", "choice", "rubric", "expected"]
 READY_TEMPLATES = ("grade", "grade_reference", "correct", "rubric", "pairwise")
@@ -143,8 +144,8 @@ class RewardSourceSection(Section):
     max_tokens: Positive = Field(16, description="of a verdict")
     structured: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="the engine enforces the verdict's form. auto: vLLM for json and "
-        "yes_no; on: also numbers, and servers that take OpenAI's response_format",
+        description="the engine enforces the verdict's form. auto: vLLM for json, rubric, yes_no, "
+        "choice and pairwise; on: also numbers, and servers that take OpenAI's response_format",
     )
     temperature: Annotated[float, Field(ge=0, le=2)] = Field(0.0, description="of the judge")
     stop: tuple[str, ...] = Field((), description="strings that end a verdict")
@@ -246,21 +247,12 @@ class RewardSourceSection(Section):
     def _readable(self) -> Self:
         """What a judge's verdicts are read as, and what a scorer's logits are."""
         if self.kind == "genrm":
-            if self.votes > 1 and self.temperature == 0:
-                raise ValueError(
-                    f"votes = {self.votes} with temperature = 0 would be the same verdict "
-                    f"{self.votes} times; set temperature above 0, or votes to 1"
-                )
-            if self.parser == "choice" and not self.choices and self.pairwise is None:
-                raise ValueError(
-                    'choices is missing; parser = "choice" needs verdicts with their values, '
-                    "e.g. {correct = 1, wrong = 0}"
-                )
-            if self.pairwise is not None and self.parser not in {"number", "choice", "expected"}:
-                raise ValueError(
-                    f'parser = "{self.parser}" reads no preference; leave it out with pairwise, '
-                    'or set it to "expected"'
-                )
+            check_verdicts(self)
+        elif str(self.template) in READY_TEMPLATES:
+            raise ValueError(
+                f'template = "{self.template}" is for a judge; give a {self.kind} a Jinja file of '
+                "its own, or leave it out"
+            )
         chosen = "label_values" if self.label_values else "label"
         if self.kind != "disrm" and (self.label is not None or self.label_values):
             raise ValueError(

@@ -1,18 +1,21 @@
 """The texts that reward models read: Jinja templates, chat templates, exactly one BOS.
 
 A template sees `question`, `answer`, `reference` (None where the row has none) and `columns` (the
-row's other columns); an undefined name is a failure of that sample, never an empty string.
+row's other columns), a judge's more (`judge_prompt`); an undefined name is a failure of that
+sample, never an empty string. The ready templates of judges lie in `offbeat/templates/judge`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from offbeat.config_reward import READY_TEMPLATES
 from offbeat.errors import OffbeatError, UserError
 from offbeat.model_files import read_tokenizer
 from offbeat.records import ScoreItem
@@ -32,9 +35,12 @@ class TextTemplate:
 
     @classmethod
     def load(cls, path: Path | None, default: str, setting: str, **variables: Any) -> TextTemplate:
-        """From a file, or from the default text; `setting` is named when the file is at fault."""
+        """From a file, a ready template's name or the default text.
+
+        `setting` is named in the `UserError` when the file is at fault.
+        """
         try:
-            source = default if path is None else path.read_text(encoding="utf-8")
+            source = default if path is None else _source(path)
             environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
             return cls(environment.from_string(source), variables)
         except OSError as error:
@@ -50,18 +56,30 @@ class TextTemplate:
 
     def render(self, item: ScoreItem) -> str:
         """The text for one sample; raises `TemplateFailed`."""
+        return self.fill(
+            question=item.prompt.question,
+            answer=item.completion,
+            reference=item.prompt.reference,
+            columns=dict(item.prompt.columns),
+        )
+
+    def fill(self, **values: Any) -> str:
+        """The text with these values of its variables; raises `TemplateFailed`."""
         try:
-            return self._template.render(
-                self._variables,
-                question=item.prompt.question,
-                answer=item.completion,
-                reference=item.prompt.reference,
-                columns=dict(item.prompt.columns),
-            )
+            return self._template.render(self._variables, **values)
         except (
             TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError,
         ) as error:  # fmt: skip
             raise TemplateFailed(f"{type(error).__name__}: {error}") from error
+
+
+def ready_text(name: str) -> str:
+    """The source of one of `READY_TEMPLATES`."""
+    return (
+        resources.files("offbeat")
+        .joinpath("templates", "judge", f"{name}.jinja")
+        .read_text("utf-8")
+    )
 
 
 def encode(tokenizer: Any, text: str, *, ask: bool = False) -> list[int]:
@@ -112,3 +130,8 @@ def _one_bos(tokenizer: Any, ids: list[int]) -> list[int]:
     while bos is not None and ids[:2] == [bos, bos]:
         del ids[0]
     return ids
+
+
+def _source(path: Path) -> str:
+    name = str(path)
+    return ready_text(name) if name in READY_TEMPLATES else path.read_text(encoding="utf-8")
