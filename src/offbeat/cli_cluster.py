@@ -27,6 +27,7 @@ from offbeat.cluster.plan import (
     reserved,
     resource_map,
 )
+from offbeat.cluster.specs import validators
 from offbeat.config import SINGLE_DEVICE_SHARE, Config, RewardSourceSection, RolloutSection
 from offbeat.errors import UserError
 
@@ -127,7 +128,11 @@ def _check_single_device(config: Config, kind: Kind, say: Say) -> None:
 
 def _check_local_memory(config: Config) -> None:
     """In one process everything computes on the first GPU, the trainer too."""
-    engines = [(k, s.memory_share, s.replicas) for k, s, _ in _models(config) if s.engine == "vllm"]
+    engines = [
+        (key, section.memory_share, section.replicas + validators(config) * (key == "rollout"))
+        for key, section, _ in _models(config)
+        if section.engine == "vllm"
+    ]
     if sum(share * number for _, share, number in engines) > SINGLE_DEVICE_SHARE + 1e-9:
         named = " + ".join(f"{key}.memory_share {share:g} x {n}" for key, share, n in engines)
         raise UserError(
@@ -144,14 +149,15 @@ def _check_nodes(config: Config, placement: Placement, say: Say) -> None:
         return
     weights = config.weights
     (trainer,) = (spot.node for spot in placement["train"])
-    away = sorted({spot.node for spot in placement["rollout"]} - {trainer})
+    policy = [*placement["rollout"], *placement.get("validate", ())]
+    away = sorted({spot.node for spot in policy} - {trainer})
     shared = ["the models' directories", f"runs_dir ({config.runs_dir})"]
     if weights.transport == "folder" and away:
         if weights.folder is None:
             nodes = ", ".join(f"node{node}" for node in away)
             raise UserError(
                 'weights.transport = "folder" publishes into the memory of the trainer\'s node '
-                f"(node{trainer}), where rollout on {nodes} cannot read it; set weights.folder to "
+                f"(node{trainer}), where engines on {nodes} cannot read it; set weights.folder to "
                 "a directory on a file system that all nodes share, or weights.transport to "
                 '"broadcast"'
             )
@@ -198,6 +204,9 @@ def check_engines(config: Config, say: Say, *, assumed: bool = False) -> None:
                 f'{key}.engine = "vllm", and vLLM is not installed; {INSTALL}, or set it to '
                 '"transformers"'
             )
+    if validators(config) and config.rollout.engine == "vllm":
+        own = config.validation.devices_per_replica
+        _check_heads("validate.devices_per_replica", own, config.model.path)
 
 
 def _models(config: Config) -> Iterator[tuple[str, RolloutSection | RewardSourceSection, Path]]:

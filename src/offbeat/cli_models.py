@@ -23,6 +23,8 @@ def check_models(config: Config, *, assumed: bool) -> None:
     if not _elsewhere(config.model.path, assumed):
         _check_generates(config.model.path, "model.path")
         check_weights(config.model.path, "model.path")
+        if config.validation.on == "train" and config.data.validation is not None:
+            _check_answers_by_trainer(config.model.path)
 
 
 def _elsewhere(model: Path, assumed: bool) -> bool:
@@ -36,6 +38,25 @@ def _check_generates(model: Path, key: str) -> None:
             f"{key}: the model in {model} classifies ({', '.join(names)}) and writes no text; give "
             "a causal language model"
         )
+
+
+def _check_answers_by_trainer(model: Path) -> None:
+    """What the trainer's own engine would refuse at the first validation."""
+    from offbeat.rollout.refusals import check_architecture
+
+    try:
+        from transformers import AutoConfig
+
+        described = AutoConfig.from_pretrained(model, local_files_only=True)
+    except (ImportError, OSError, ValueError):
+        return  # said where the model or its tokenizer is read
+    try:
+        check_architecture(str(model), described)
+    except UserError as refused:
+        raise UserError(
+            f'validate.on = "train" answers with an engine of the trainer\'s own, and {refused}; '
+            'set it to "rollout" or "dedicated", with rollout.engine = "vllm"'
+        ) from None
 
 
 def _check_reward_model(name: str, source: RewardSourceSection) -> None:

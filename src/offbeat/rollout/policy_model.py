@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from offbeat.errors import RunFailed, UserError
 from offbeat.records import Manifest
 from offbeat.rollout.kv import ATTENTION, SeatCache, Segment, seat_attention
+from offbeat.rollout.refusals import check_architecture
 
 # from_pretrained sets process-wide defaults while it runs: one model at a time.
 _LOADING = threading.Lock()
@@ -49,7 +50,7 @@ class PolicyModel:
         in float32, as the trainer does; `dtype` is then of no account.
         """
         model, self.tokenizer = _load(model_path, tokenizer_path, dtype, module)
-        _check_config(model_path, model.config)
+        check_architecture(model_path, model.config)
         self.model = model.eval().requires_grad_(False).to(device)
         self._autocast = autocast
         self.device = device
@@ -224,19 +225,3 @@ def _load(model_path: str, tokenizer_path: str | None, dtype: str, module: Any) 
         raise UserError(
             f"{model_path}: no causal LM with a tokenizer could be loaded: {reason}"
         ) from error
-
-
-def _check_config(model_path: str, config: Any) -> None:
-    """Refuses by name what would be computed wrongly on longer contexts than a probe sees."""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    windowed = getattr(config, "layer_types", None) is None and getattr(
-        config, "sliding_window", None
-    )
-    if kinds != {"full_attention"} or windowed:
-        raise UserError(f"{model_path}: only full attention is supported, the model has {kinds}")
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") in ("dynamic", "longrope"):
-        raise UserError(
-            f"{model_path}: rope type {rope['rope_type']} depends on the longest sample, "
-            "which running samples cannot share"
-        )

@@ -1,13 +1,14 @@
-"""Which requests cannot be run: each is refused in one sentence with the numbers."""
+"""Which requests cannot be run, and which models: each is refused in one sentence."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from offbeat.errors import RequestRefused
+from offbeat.errors import RequestRefused, UserError
 from offbeat.records import FinishReason, GenerateRequest, Payload
 
 Ends = Callable[[Sequence[int]], FinishReason | None]
@@ -79,3 +80,19 @@ def _check_tokens(what: str, ids: np.ndarray, vocabulary: int) -> None:
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
         raise RequestRefused(f"{what} {low}..{high} are not all in the vocabulary of {vocabulary}")
+
+
+def check_architecture(model_path: str, config: Any) -> None:
+    """Refuses by name what would be computed wrongly on longer contexts than a probe sees."""
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    windowed = getattr(config, "layer_types", None) is None and getattr(
+        config, "sliding_window", None
+    )
+    if kinds != {"full_attention"} or windowed:
+        raise UserError(f"{model_path}: only full attention is supported, the model has {kinds}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type", "default") in ("dynamic", "longrope"):
+        raise UserError(
+            f"{model_path}: rope type {rope['rope_type']} depends on the longest sample, "
+            "which running samples cannot share"
+        )

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from offbeat.records import FinishReason, Reward
+from offbeat.track.ranks import spearman
 
 RIGHT = 0.5
 """A completion is right for pass@k when the checker's score is above this."""
@@ -48,7 +49,8 @@ def summarise(
     without a score, those that the engine refused among them; `truncated` is the share that ended
     at max_tokens. With several data sources `accuracy/<data source>` and `n/<data source>` follow;
     with several samples `pass@k`; `reward` is the mean total, `reward/<source>` the mean of a
-    reward source's values, and `failed/<source>` counts its failures.
+    reward source's values, `failed/<source>` counts its failures, and `agreement/<source>` is the
+    rank correlation (Spearman's) of its values and the checker's scores.
     """
     scores = [answer.score for answer in answers if answer.score is not None]
     found = {
@@ -122,7 +124,23 @@ def _rewards(answers: Sequence[Answer], names: Iterable[str]) -> dict[str, float
         values = [r.value for r in of if r.status == "scored" and r.value is not None]
         found[f"reward/{name}"] = mean(values)
         found[f"failed/{name}"] = float(sum(reward.cause is not None for reward in of))
+        if any(answer.score is not None for answer in answers):
+            found[f"agreement/{name}"] = _agreement(answers, name)
     if found:
         totals = [answer.total for answer in answers if answer.total is not None]
         found = {"reward": mean(totals), **found}
     return found
+
+
+def _agreement(answers: Sequence[Answer], name: str) -> float:
+    """Over answers that have both; nan where either never changes."""
+    pairs = [
+        (reward.value, answer.score)
+        for answer in answers
+        if answer.score is not None
+        and (reward := answer.rewards.get(name)) is not None
+        and reward.status == "scored"
+        and reward.value is not None
+    ]
+    found = spearman([value for value, _ in pairs], [score for _, score in pairs])
+    return math.nan if found is None else found
