@@ -6,9 +6,7 @@ vLLM measures a GPU's free memory while it starts, and fails if others take or g
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +15,7 @@ pytest.importorskip("ray")
 from offbeat.cluster import ray_roles
 from offbeat.cluster.plan import PoolPlan
 from offbeat.cluster.pools import ResourcePool
-from offbeat.cluster.rollouter_actor import RollouterActor
-from offbeat.cluster.specs import RunSpec
-from offbeat.config_file import load_config
+from offbeat.cluster.ray_rewards import Replacer
 
 
 class Starting:
@@ -60,20 +56,18 @@ def pool(name: str, within: str | None = None) -> ResourcePool:
     ],
 )
 def test_when_several_are_started_again(
-    project: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
     which: list[tuple[str, str | None, int]],
     at_once: int,
 ) -> None:
-    config = load_config(project())
     monkeypatch.setattr("ray.kill", lambda handle: None)
-    rollouter = RollouterActor(config, RunSpec("run-1", "cpu", config.run_dir))
+    replacer = Replacer()
     seen = [0, 0, 0]
     handles: list[Any] = [Starting(seen) for _ in range(2)]
 
     async def main() -> None:
         start: Any = partial(Starting, seen)
-        again = [rollouter._again(handles, i, pool(name, home), start) for name, home, i in which]
+        again = [replacer.again(handles, i, pool(name, home), start) for name, home, i in which]
         await asyncio.gather(*again)
 
     asyncio.run(main())

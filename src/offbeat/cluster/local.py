@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from offbeat.cluster.build import RolloutSide, Standing, make_engine, make_scorer, make_trainer
+from offbeat.cluster.build import (
+    RolloutSide,
+    Standing,
+    answer,
+    make_engine,
+    make_scorer,
+    make_trainer,
+)
 from offbeat.cluster.roles import Roles
-from offbeat.cluster.specs import RunSpec, judge_engine, policy_engine, scorer_spec, standing
+from offbeat.cluster.specs import (
+    RunSpec,
+    judge_engine,
+    policy_engine,
+    scorer_spec,
+    standing,
+    validators,
+)
 from offbeat.config import Config
 from offbeat.data import planned_steps
-from offbeat.records import Batch, Manifest, PolicyVersion, Span
+from offbeat.records import Batch, Completion, GenerateRequest, Manifest, PolicyVersion, Span
 from offbeat.reward.source import Scorer
 from offbeat.rollout.engine import Engine
 
@@ -45,6 +59,11 @@ class LocalTrainer:
     async def save(self, path: Path, extra: Mapping[str, Any]) -> None:
         await asyncio.to_thread(self.core.save, path, dict(extra))
 
+    async def answer(
+        self, requests: Sequence[GenerateRequest]
+    ) -> tuple[PolicyVersion, list[Completion]]:
+        return await asyncio.to_thread(answer, self.core, requests)
+
     async def drain_spans(self) -> list[Span]:
         return self.core.drain_spans()
 
@@ -54,10 +73,13 @@ class LocalReplicas:
     thread-safe in transformers. A start cannot be broken off in its thread: whoever waits for it
     may leave, and what came up all the same is stopped."""
 
-    def __init__(self, config: Config, run: RunSpec) -> None:
+    def __init__(self, config: Config, run: RunSpec, *, policy: bool = True) -> None:
+        """Without `policy` there are no engines of the policy."""
         self._config, self._run = config, run
         sources = config.active_rewards
-        self.engines = [self._policy(i) for i in range(config.rollout.replicas)]
+        self.engines = [self._policy(i) for i in range(config.rollout.replicas if policy else 0)]
+        own = validators(config) if policy else 0
+        self.validators = [self._validator(i) for i in range(own)]
         self.judges = {
             name: [self._judge(name, i) for i in range(n)]
             for name, n in standing(sources, "genrm").items()
@@ -66,7 +88,7 @@ class LocalReplicas:
             name: [self._scorer(name, i) for i in range(n)]
             for name, n in standing(sources, "disrm").items()
         }
-        self._all: list[Engine | Scorer] = [*self.engines]
+        self._all: list[Engine | Scorer] = [*self.engines, *self.validators]
         self._all += [replica for part in self.judges.values() for replica in part]
         self._all += [replica for part in self.scorers.values() for replica in part]
         self._one_by_one = asyncio.Lock()
@@ -86,6 +108,10 @@ class LocalReplicas:
     async def replace(self, index: int) -> Engine:
         """Ends rollout engine `index` and starts another."""
         return await self._again(self.engines, index, lambda: self._policy(index))
+
+    async def replace_validator(self, index: int) -> Engine:
+        """The same for an engine that only validates."""
+        return await self._again(self.validators, index, lambda: self._validator(index))
 
     async def stop(self) -> None:
         """Ends all that were ever started, also what still starts."""
@@ -115,6 +141,9 @@ class LocalReplicas:
     def _policy(self, index: int) -> Engine:
         return make_engine(policy_engine(self._config, self._run, index))
 
+    def _validator(self, index: int) -> Engine:
+        return make_engine(policy_engine(self._config, self._run, index, "validate"))
+
     def _judge(self, name: str, index: int) -> Engine:
         section = self._config.active_rewards[name]
         return make_engine(judge_engine(name, section, self._config, self._run, index))
@@ -136,7 +165,8 @@ async def local_roles(config: Config, run: RunSpec) -> AsyncIterator[Roles]:
         trainer = LocalTrainer(config, run, total_steps)
         await trainer.setup()
         ledger = config.run_dir / "ledger.sqlite"
-        core = side.build(replicas.engines, total_steps, replicas.replace, ledger)
+        dedicated = side.dedicated(replicas.validators, replicas.replace_validator)
+        core = side.build(replicas.engines, total_steps, replicas.replace, ledger, dedicated)
         running = asyncio.create_task(core.run())
         await core.running.wait()
         yield Roles(core, trainer, total_steps)

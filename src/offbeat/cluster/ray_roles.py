@@ -21,20 +21,14 @@ from offbeat.cluster.actors import (
     remote,
     result,
     start_engine,
-    start_scorer,
 )
-from offbeat.cluster.plan import check_memory, plan_pools
+from offbeat.cluster.plan import PoolPlan, check_memory, plan_pools
 from offbeat.cluster.pools import SLOT, ResourcePool, create_pools, process_env, remove_pools
+from offbeat.cluster.ray_rewards import by_place, make_judges, make_scorers
 from offbeat.cluster.roles import Roles
 from offbeat.cluster.rollouter_actor import RayRollouter, RollouterActor
 from offbeat.cluster.signals import end_on_sigterm
-from offbeat.cluster.specs import (
-    RunSpec,
-    judge_engine,
-    policy_engine,
-    scorer_spec,
-    standing,
-)
+from offbeat.cluster.specs import RunSpec, policy_engine, validators
 from offbeat.config import Config
 from offbeat.data import planned_steps
 from offbeat.errors import OffbeatError, UserError
@@ -85,12 +79,7 @@ async def ray_roles(
     starter = _Starter(config, run)
     try:
         say("reserving devices, one pool a role")
-        pools = await asyncio.to_thread(
-            create_pools,
-            plan_pools(config),
-            run.device,
-            deadline_seconds=config.cluster.placement_deadline_seconds,
-        )
+        pools = await reserve(config, plan_pools(config), run.device)
         say("starting " + ", ".join(pools))
         try:
             async with asyncio.timeout(config.cluster.start_deadline_seconds):
@@ -103,7 +92,13 @@ async def ray_roles(
         yield roles
     finally:
         await starter.stop()
-        await asyncio.to_thread(_leave, pools)
+        await asyncio.to_thread(leave, pools)
+
+
+async def reserve(config: Config, plans: Sequence[PoolPlan], kind: str) -> dict[str, ResourcePool]:
+    """All pools of the plans, within the placement's deadline."""
+    seconds = config.cluster.placement_deadline_seconds
+    return await asyncio.to_thread(create_pools, plans, kind, deadline_seconds=seconds)
 
 
 class _Starter:
@@ -122,14 +117,13 @@ class _Starter:
         config, run = self.config, self.run
         specs = [policy_engine(config, run, i) for i in range(config.rollout.replicas)]
         engines = [start_engine(spec, pools["rollout"], run) for spec in specs]
-        judges = {name: self._judges(name, n, pools) for name, n in self._standing("genrm")}
-        scorers = {name: self._scorers(name, n, pools) for name, n in self._standing("disrm")}
-        rewards = {f"reward/{name}": found for name, found in (judges | scorers).items()}
-        places: dict[tuple[str, int], list[ActorHandle]] = {}
-        for name, handles in ({"rollout": engines} | rewards).items():
-            self.handles += handles
-            for replica, handle in enumerate(handles):
-                places.setdefault(pools[name].bundle(replica), []).append(handle)
+        judges, scorers = make_judges(config, run, pools), make_scorers(config, run, pools)
+        own = [policy_engine(config, run, i, "validate") for i in range(validators(config))]
+        replicas = {"rollout": engines}
+        if own:
+            replicas["validate"] = [start_engine(spec, pools["validate"], run) for spec in own]
+        replicas |= {f"reward/{name}": found for name, found in (judges | scorers).items()}
+        self.handles += [handle for handles in replicas.values() for handle in handles]
         self.rollouter = (
             remote(RollouterActor, health=True)
             .options(max_concurrency=1000, **self._beside_driver("rollouter"))
@@ -145,7 +139,7 @@ class _Starter:
             .remote(config, run)
         )
         self.waiting = "engines and reward replicas"
-        await started(places.values())
+        await started(by_place(pools, replicas))
         self.waiting = "the rollouter's reward loop and prompts"
         total = planned_steps(
             config, await result(self.rollouter.start.remote(judges, scorers, pools))
@@ -154,22 +148,17 @@ class _Starter:
         await result(self.trainer.setup.remote(total))
         ledger = config.run_dir / "ledger.sqlite"
         await result(
-            self.rollouter.begin.remote(engines, pools["rollout"], specs, total, ledger.resolve())
+            self.rollouter.begin.remote(
+                engines,
+                pools["rollout"],
+                specs,
+                total,
+                ledger.resolve(),
+                replicas.get("validate", []),
+                pools.get("validate"),
+            )
         )
         return Roles(RayRollouter(self.rollouter), RayTrainer(self.trainer), total)
-
-    def _standing(self, kind: str) -> list[tuple[str, int]]:
-        return list(standing(self.config.active_rewards, kind).items())
-
-    def _judges(self, name: str, n: int, pools: dict[str, ResourcePool]) -> list[ActorHandle]:
-        section = self.config.active_rewards[name]
-        specs = [judge_engine(name, section, self.config, self.run, i) for i in range(n)]
-        return [start_engine(spec, pools[f"reward/{name}"], self.run) for spec in specs]
-
-    def _scorers(self, name: str, n: int, pools: dict[str, ResourcePool]) -> list[ActorHandle]:
-        section = self.config.active_rewards[name]
-        specs = [scorer_spec(name, section, self.config, self.run, i) for i in range(n)]
-        return [start_scorer(spec, pools[f"reward/{name}"], self.run) for spec in specs]
 
     def _beside_driver(self, role: str) -> dict[str, Any]:
         """The ledger lies on the driver's disk, so the rollouter runs on the driver's node."""
@@ -191,14 +180,19 @@ class _Starter:
                 await asyncio.gather(*last, return_exceptions=True)
         except TimeoutError:
             log.warning("rollouter and trainer did not stop within %.0f s", STOP_SECONDS)
-        with contextlib.suppress(TimeoutError):  # vLLM's processes hold shared memory: let them go
-            async with asyncio.timeout(REPLICA_STOP_SECONDS):
-                await asyncio.gather(
-                    *(h.stop.remote() for h in self.handles), return_exceptions=True
-                )
-        for handle in [*self.handles, self.rollouter, self.trainer]:
+        await end_replicas(self.handles)
+        for handle in [self.rollouter, self.trainer]:
             if handle is not None:
                 ray.kill(handle)
+
+
+async def end_replicas(handles: Sequence[ActorHandle]) -> None:
+    """Asks replicas to end, and kills them."""
+    with contextlib.suppress(TimeoutError):  # vLLM's processes hold shared memory: let them go
+        async with asyncio.timeout(REPLICA_STOP_SECONDS):
+            await asyncio.gather(*(h.stop.remote() for h in handles), return_exceptions=True)
+    for handle in handles:
+        ray.kill(handle)
 
 
 async def started(places: Iterable[Sequence[ActorHandle]]) -> None:
@@ -214,6 +208,7 @@ async def started(places: Iterable[Sequence[ActorHandle]]) -> None:
     await asyncio.gather(*(one_by_one(replicas) for replicas in places))
 
 
-def _leave(pools: dict[str, ResourcePool]) -> None:
+def leave(pools: dict[str, ResourcePool]) -> None:
+    """Gives the devices back and leaves the cluster."""
     remove_pools(pools)
     ray.shutdown()

@@ -5,32 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import ray
 from ray.actor import ActorHandle
 
-from offbeat.cluster.actors import (
-    RayEngine,
-    RayScorer,
-    result,
-    start_again,
-    start_engine,
-    start_scorer,
-)
-from offbeat.cluster.build import RolloutSide, Standing
+from offbeat.cluster.actors import RayEngine, result, start_engine
+from offbeat.cluster.build import RolloutSide
 from offbeat.cluster.logs import log_to
 from offbeat.cluster.pools import ResourcePool
-from offbeat.cluster.specs import EngineSpec, RunSpec, judge_engine, log_folder, scorer_spec
+from offbeat.cluster.ray_rewards import Handles, Replacer, standing_on
+from offbeat.cluster.specs import EngineSpec, RunSpec, log_folder, policy_engine
 from offbeat.config import Config
 from offbeat.errors import OffbeatError
 from offbeat.ledger import Counts, Flag
-from offbeat.records import Batch, Manifest, Span
+from offbeat.records import Batch, Completion, GenerateRequest, Manifest, Span
 from offbeat.reward.loop import SourceStats
-from offbeat.reward.source import Scorer
+from offbeat.rollout.dedicated import DedicatedEngines
 from offbeat.rollout.engine import Engine
 from offbeat.rollout.parts import Tally
 from offbeat.rollout.rollouter import Rollouter
@@ -47,65 +40,51 @@ class RollouterActor:
         self._side = RolloutSide(config, run)
         self._run = run
         self._task: asyncio.Task[None] | None = None
-        # What crashes one replica on a shared device may crash all: they start one after another.
-        self._turns: defaultdict[tuple[str, int], asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._replacer = Replacer()
 
     async def start(
         self,
-        judges: dict[str, list[ActorHandle]],
-        scorers: dict[str, list[ActorHandle]],
+        judges: Handles,
+        scorers: Handles,
         pools: dict[str, ResourcePool],
     ) -> int:
         config, run = self._side.config, self._run
-        handles = {name: list(found) for name, found in (judges | scorers).items()}
-
-        async def replace_engine(name: str, index: int) -> Engine:
-            spec = judge_engine(name, config.active_rewards[name], config, run, index)
-            pool = pools[f"reward/{name}"]
-            start = partial(start_engine, spec, pool, run, named=False)
-            return RayEngine(await self._again(handles[name], index, pool, start), payloads=False)
-
-        async def replace_scorer(name: str, index: int) -> Scorer:
-            spec = scorer_spec(name, config.active_rewards[name], config, run, index)
-            pool = pools[f"reward/{name}"]
-            start = partial(start_scorer, spec, pool, run, named=False)
-            return RayScorer(await self._again(handles[name], index, pool, start))
-
         return await self._side.start(
-            Standing(
-                {n: [RayEngine(h, payloads=False) for h in found] for n, found in judges.items()},
-                {name: [RayScorer(h) for h in found] for name, found in scorers.items()},
-                replace_engine,
-                replace_scorer,
-            )
+            standing_on(config, run, pools, judges, scorers, self._replacer)
         )
 
     async def begin(
         self, handles: list[ActorHandle], pool: ResourcePool, specs: list[EngineSpec],
-        total_steps: int, ledger: Path,
+        total_steps: int, ledger: Path, validators: list[ActorHandle], own: ResourcePool | None,
     ) -> None:  # fmt: skip
-        handles = list(handles)
+        """`validators` are the engines that only validate, on the pool `own`."""
+        handles, validators = list(handles), list(validators)
 
         async def replace(index: int) -> Engine:
             start = partial(start_engine, specs[index], pool, self._run, named=False)
-            return RayEngine(await self._again(handles, index, pool, start), payloads=True)
+            return RayEngine(await self._replacer.again(handles, index, pool, start), payloads=True)
 
         engines = [RayEngine(handle, payloads=True) for handle in handles]
-        core = self._side.build(engines, total_steps, replace, ledger)
+        dedicated = self._dedicated(validators, own)
+        core = self._side.build(engines, total_steps, replace, ledger, dedicated)
         gc.collect()
         gc.freeze()  # prompts and modules stay: a full collection over them would hold the loop up
         self._task = asyncio.create_task(core.run())
         await core.running.wait()
 
-    async def _again(
-        self,
-        handles: list[ActorHandle],
-        index: int,
-        pool: ResourcePool,
-        start: Callable[[], ActorHandle],
-    ) -> ActorHandle:
-        async with self._turns[pool.bundle(index)]:
-            return await start_again(handles, index, start)
+    def _dedicated(
+        self, handles: list[ActorHandle], pool: ResourcePool | None
+    ) -> DedicatedEngines | None:
+        if pool is None:
+            return None
+
+        async def replace(index: int) -> Engine:
+            spec = policy_engine(self._side.config, self._run, index, "validate")
+            start = partial(start_engine, spec, pool, self._run, named=False)
+            fresh = await self._replacer.again(handles, index, pool, start)
+            return RayEngine(fresh, payloads=False)
+
+        return self._side.dedicated([RayEngine(h, payloads=False) for h in handles], replace)
 
     @property
     def _core(self) -> Rollouter:
@@ -131,6 +110,12 @@ class RollouterActor:
 
     async def validate(self) -> tuple[int, dict[str, float]]:
         return await self._core.validate()
+
+    async def held_out(self) -> list[GenerateRequest]:
+        return await self._core.held_out()
+
+    async def assess(self, answers: Sequence[Completion]) -> dict[str, float]:
+        return await self._core.assess(answers)
 
     async def counts(self) -> Counts:
         return await self._core.counts()
@@ -177,6 +162,14 @@ class RayRollouter:
     async def validate(self) -> tuple[int, dict[str, float]]:
         found: tuple[int, dict[str, float]] = await result(self.handle.validate.remote())
         return found
+
+    async def held_out(self) -> list[GenerateRequest]:
+        requests: list[GenerateRequest] = await result(self.handle.held_out.remote())
+        return requests
+
+    async def assess(self, answers: Sequence[Completion]) -> dict[str, float]:
+        metrics: dict[str, float] = await result(self.handle.assess.remote(list(answers)))
+        return metrics
 
     async def counts(self) -> Counts:
         counts: Counts = await result(self.handle.counts.remote())
