@@ -19,7 +19,7 @@ def check_models(config: Config, *, assumed: bool) -> None:
     may be missing here, and is not looked at then."""
     for name, source in config.active_rewards.items():
         if source.has_pool and not _elsewhere(Path(source.model or ""), assumed):
-            _check_reward_model(name, source)
+            check_reward_model(name, source)
     if not _elsewhere(config.model.path, assumed):
         _check_generates(config.model.path, "model.path")
         check_weights(config.model.path, "model.path")
@@ -59,7 +59,7 @@ def _check_answers_by_trainer(model: Path) -> None:
         ) from None
 
 
-def _check_reward_model(name: str, source: RewardSourceSection) -> None:
+def check_reward_model(name: str, source: RewardSourceSection) -> None:
     """The tokenizer is loaded as the replica loads it, so that both refuse the same."""
     key, model = f"reward.{name}.model", Path(source.model or "")
     if source.kind == "genrm":

@@ -67,11 +67,18 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[tuple[str, ...], str
     return found
 
 
-def check_files(config: Config, path: Path, absent: Callable[[str], None] | None = None) -> None:
+def check_files(
+    config: Config,
+    path: Path,
+    absent: Callable[[str], None] | None = None,
+    *,
+    rewards_only: bool = False,
+) -> None:
     """Refuses model directories, data, templates and keys that are named and not there.
 
     With `absent` it is told of models, data and keys that are not there instead, as they may be
-    on another machine; what is there is checked all the same.
+    on another machine; what is there is checked all the same. `rewards_only`: what the reward
+    sources need.
     """
 
     def gone(key: str, value: Path, wanted: str) -> None:
@@ -80,7 +87,7 @@ def check_files(config: Config, path: Path, absent: Callable[[str], None] | None
         base = path.parent.resolve()
         absent(f"{key} = {value.relative_to(base) if value.is_relative_to(base) else value}")
 
-    for key, model in _models(config):
+    for key, model in _models(config)[1 if rewards_only else 0 :]:
         if not model.exists():
             gone(key, model, "a Hugging Face model directory")
         elif not (model / "config.json").is_file():
@@ -93,7 +100,7 @@ def check_files(config: Config, path: Path, absent: Callable[[str], None] | None
         ("data.train", config.data.train, "a JSONL or parquet file or directory"),
         ("data.validation", config.data.validation, "a JSONL or parquet file or directory"),
     ):
-        if value is not None and not value.exists():
+        if value is not None and not value.exists() and not rewards_only:
             gone(key, value, wanted)
     _check_reward_files(config, path, gone)
     for name, variable in _keys_not_set(config):
@@ -125,7 +132,7 @@ def _keys_not_set(config: Config) -> list[tuple[str, str]]:
 
 
 def _models(config: Config) -> list[tuple[str, Path]]:
-    """The model directories that a run needs, with the settings that name them."""
+    """The model directories that a run needs, with the settings that name them; the actor first."""
     sources = config.active_rewards.items()
     judges = [(f"reward.{n}.model", Path(s.model)) for n, s in sources if s.has_pool and s.model]
     return [("model.path", config.model.path), *judges]

@@ -47,14 +47,14 @@ def read_rows(path: Path) -> list[Row]:
     elif path.suffix == ".parquet":
         rows = _rows_of([_parquet(path)])
     else:
-        rows = _jsonl(path)
+        rows = list(jsonl_rows(path))
     if not rows:
         raise UserError(f"{path} has no rows; give it at least one prompt")
     return rows
 
 
-def _jsonl(path: Path) -> list[Row]:
-    rows = []
+def jsonl_rows(path: Path) -> Iterator[Row]:
+    """The rows of a JSONL file one after another; raises `UserError` that names the bad line."""
     try:
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
@@ -71,12 +71,11 @@ def _jsonl(path: Path) -> list[Row]:
                         f"{path} line {number} is no JSON object; write "
                         '{"prompt": "...", ...} on a line of its own'
                     )
-                rows.append(Row(number, columns))
+                yield Row(number, columns)
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text ({error}); save it as UTF-8") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error}") from None
-    return rows
 
 
 def _parquet(path: Path) -> Any:
@@ -190,9 +189,9 @@ def select_rows(config: Config, split: Split) -> tuple[Path, list[Row]]:
     rows = read_rows(path)[:limit]
     scored = split == "train" or config.validation.rewards
     for row in rows:
-        _check_row(config, path, row)
+        check_row(config, path, row)
         if scored:
-            _check_pick(config, path, row)
+            check_pick(config, path, row)
     if split == "train":
         _check_enough(config, path, len(rows), 0)
     return path, rows
@@ -274,7 +273,7 @@ def _check_enough(config: Config, path: Path, rows: int, skipped: int) -> None:
         )
 
 
-def _check_row(config: Config, path: Path, row: Row) -> None:
+def check_row(config: Config, path: Path, row: Row) -> None:
     """Refuses a row without a usable prompt."""
     column = config.data.prompt_column
     where = f"{path} line {row.line}"
@@ -297,7 +296,7 @@ def _check_row(config: Config, path: Path, row: Row) -> None:
         )
 
 
-def _check_pick(config: Config, path: Path, row: Row) -> None:
+def check_pick(config: Config, path: Path, row: Row) -> None:
     """Refuses a row that no reward source scores, or that names one that is not there."""
     data, sources = config.data, config.active_rewards
     columns = {key: value for key, value in row.columns.items() if key != data.prompt_column}
