@@ -48,18 +48,21 @@ class Asker:
         self._verdicts = weighed_verdicts(section) if section.parser == "expected" else {}
         self._words = preferences(section) if section.pairwise is not None else section.choices
 
-    async def ask(self, asked: JudgeText, vote: int = 0) -> Opinion:
-        """The judge's verdict on a text, read; whatever fails has a cause."""
+    async def ask(self, asked: JudgeText, vote: int = 0, *, fresh: bool = False) -> Opinion:
+        """The judge's verdict on a text, read; whatever fails has a cause.
+
+        A `fresh` one is asked for whatever the cache has, and not put there.
+        """
         clock = asyncio.get_running_loop().time
         start = clock()
         try:
-            kept = await self._find(asked)
+            kept = None if fresh else await self._find(asked)
             told = await self._hear(asked, vote) if kept is None else kept
         except CallFailed as failed:
             transcript = Transcript(asked.text, "", cause=failed.cause, seconds=clock() - start)
             return Opinion(transcript, failed.reason, failed.retries)
         read = self._read(told, asked)
-        if kept is None and isinstance(read, Grade):
+        if kept is None and not fresh and isinstance(read, Grade):
             await self._keep(asked, told)
         verdict = told.verdict if isinstance(told, Weighed) else told
         transcript = Transcript(

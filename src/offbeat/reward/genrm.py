@@ -137,16 +137,17 @@ class GenRM:
             text = await asyncio.to_thread(self._render, first, second)
         except TemplateFailed as failed:
             return _Heard(Counted(None, "template_error"), reason=str(failed))
+        votes, again = self._section.votes, first.draw > 0
         async with asyncio.TaskGroup() as tasks:
             asked = [
-                tasks.create_task(self._asker.ask(text, vote))
-                for vote in range(self._section.votes)
+                tasks.create_task(self._asker.ask(text, first.draw * votes + vote, fresh=again))
+                for vote in range(votes)
             ]
         opinions = [task.result() for task in asked]
         calls = [opinion.transcript for opinion in opinions]
         causes = [call.cause for call in calls if call.cause is not None]
         counted = count_votes([call.value for call in calls], causes, self._section.vote)
-        if counted.spread is not None:
+        if counted.spread is not None and not again:
             self._spreads += 1
             self._spread += (counted.spread - self._spread) / self._spreads
         reason = next((o.reason for o in opinions if o.transcript.cause == counted.cause), "")
@@ -189,7 +190,8 @@ class GenRM:
         orders = {order: heard[order].counted.value if order in heard else TIE for order in both}
         for one, other in met:
             there, back = orders[one, other], orders[other, one]
-            if (one, other) in heard and there is not None and back is not None:
+            asked_once = (one, other) in heard and items[one].draw == 0
+            if asked_once and there is not None and back is not None:
                 self._bias.add(there)
                 self._bias.add(back)
         won = shares_won(len(items), met, orders)
