@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,17 @@ from offbeat import loop as module
 from offbeat.errors import RewardsDown, RunFailed, UserError
 from offbeat.ledger import Counts, Flag
 from offbeat.loop import AsyncLoop, Outcome
-from offbeat.records import Batch, Group, Manifest, PolicyVersion, Prompt, Span
+from offbeat.records import (
+    Batch,
+    Completion,
+    GenerateRequest,
+    Group,
+    Manifest,
+    PolicyVersion,
+    Prompt,
+    Span,
+)
+from offbeat.reward.anchors import AnchorReport
 from offbeat.reward.loop import SourceStats
 from offbeat.rollout.parts import Tally
 from offbeat.track.recorder import Recorder
@@ -61,6 +71,14 @@ class Fakes:
         await self._call("validate")
         return self.booked, {"accuracy": 0.5}
 
+    async def held_out(self) -> list[GenerateRequest]:
+        await self._call("held_out")
+        return []
+
+    async def assess(self, answers: Sequence[Completion]) -> dict[str, float]:
+        await self._call("assess")
+        return {"accuracy": 0.25}
+
     async def counts(self) -> Counts:
         n = self.booked
         return Counts(admitted=n, trained=n, no_signal=0, discarded={}, live=0)
@@ -70,6 +88,11 @@ class Fakes:
 
     async def notices(self) -> list[str]:
         return ["reward.judge is back"]
+
+    async def looks(self, wait_seconds: float = 0.0) -> list[AnchorReport]:
+        self.calls.append(f"looks {wait_seconds:g}")
+        n = sum(call.startswith("looks") for call in self.calls)
+        return [AnchorReport("judge", n, 2, 2, {}, 0.5, 0.1, 1.0, None, None, 0.1)][2 - n :]
 
     async def drain(self) -> tuple[list[Span], list[Any], Tally]:
         await self._call("drain")
@@ -86,6 +109,12 @@ class Fakes:
         await self._call("publish")
         return Manifest(PolicyVersion(0, self.booked), "full", "", {})
 
+    async def answer(
+        self, requests: Sequence[GenerateRequest]
+    ) -> tuple[PolicyVersion, list[Completion]]:
+        await self._call("answer")
+        return PolicyVersion(0, self.calls.count("step")), []
+
     async def save(self, path: Path, extra: Mapping[str, Any]) -> None:
         await self._call("save")
         self.saved.append(path.name)
@@ -99,7 +128,7 @@ def run(
     tmp_path: Path, hook: Hook, **train: Any
 ) -> tuple[Fakes, Outcome | Exception, dict[str, Any]]:
     """Six steps; what came of it, and the summary."""
-    limit = {"deadline_seconds": train.pop("validation", 30.0)}
+    limit = {"deadline_seconds": train.pop("validation", 30.0)} | train.pop("validate", {})
     config = config_of(tmp_path, checkpoint_every=4, **train)
     config = config.model_copy(
         update={

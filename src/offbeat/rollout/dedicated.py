@@ -62,11 +62,18 @@ class DedicatedEngines:
                     raise _Done  # an engine that is still being replaced is when it is next needed
             except ExceptionGroup as group:
                 if found:
+                    self._forgive()
                     return found[0]
                 _, failure = group.split(_Moved)
                 if failure is not None:
                     raise first_of(failure) from failure
                 log.warning("an engine was replaced by one of a newer version: all begins anew")
+
+    def _forgive(self) -> None:
+        """Who has served is counted from the beginning if it fails again."""
+        for replica in self.replicas:
+            if replica.routable:
+                replica.restarts = 0
 
     async def drain_spans(self) -> list[Span]:
         """Compute spans since the last call."""
@@ -83,10 +90,10 @@ class DedicatedEngines:
             return engine
 
         async def changed() -> None:
+            if pinned and any(r.routable and r.version != pinned[0] for r in self.replicas):
+                raise _Moved  # before anyone is routed to it
             async with self._changed:
                 self._changed.notify_all()
-            if pinned and any(r.routable and r.version != pinned[0] for r in self.replicas):
-                raise _Moved
 
         sync = WeightSync(
             self.replicas,
