@@ -84,9 +84,7 @@ def item(answer: str, reference: str | None = None) -> ScoreItem:
     return ScoreItem(Prompt(0, np.zeros(1, np.int32), "p", "ab", None, reference), answer)
 
 
-def said(
-    config: RewardSourceSection, items: Sequence[ScoreItem]
-) -> tuple[list[Logit], list[Span]]:
+def said(config: RewardSourceSection, items: Sequence[ScoreItem]) -> tuple[list[Logit], list[Span]]:
     async def main() -> tuple[list[Logit], list[Span]]:
         scorer = TransformersScorer("scorer", config)
         await scorer.start()

@@ -206,12 +206,14 @@ class DisRM:
     def _refuse(self, wrong: Difference | None) -> None:
         if wrong is not None:
             raise UserError(
-                f"reward.{self._name}.model: {self._section.model} does not always give a row the "
-                f"same score: {wrong.words}; {self._mend(wrong)}"
+                f"reward.{self._name}.model: {self._section.model} does not give a row the same "
+                f"finite score in every way: {wrong.words}; {self._mend(wrong)}"
             )
 
     def _mend(self, wrong: Difference) -> str:
         """What to do about a difference."""
+        if wrong.kind == "not_finite":
+            return "give a model whose scores are finite numbers"
         if wrong.kind == "replicas":
             return "see to it that every node has the same files of the model"
         if wrong.kind == "padding":

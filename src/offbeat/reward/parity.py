@@ -7,7 +7,8 @@ all of them together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,7 +46,7 @@ class RowCheck:
     relative: float = 1e-3
 
 
-Kind = Literal["padding", "backend", "replicas", "batch"]
+Kind = Literal["not_finite", "padding", "backend", "replicas", "batch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,28 +66,48 @@ def allowed(wanted: Sequence[float], relative: float) -> float:
 
 def difference(checks: Mapping[str, RowCheck]) -> Difference | None:
     """The worst difference of the first kind that there is, over all replicas by their names."""
+    return next(_differences(checks), None)
+
+
+def _differences(checks: Mapping[str, RowCheck]) -> Iterator[Difference]:
     first, check = next(iter(checks.items()))
     if not check.rows:
-        return None
+        return
+    for name, other in checks.items():
+        yield from _found("not_finite", _not_finite(name, other))
     if check.transformers is not None:
         plain, whose = check.transformers, "transformers, the row alone"
         if check.padded is not None:
-            found = _worst(check, check.padded, "transformers in a padded batch", plain, whose)
-            if found:
-                return Difference("padding", found)
-        found = _worst(check, check.alone, f"{first}, the row alone", plain, whose)
-        if found:
-            return Difference("backend", found)
+            padded = _worst(check, check.padded, "transformers in a padded batch", plain, whose)
+            yield from _found("padding", padded)
+        alone = _worst(check, check.alone, f"{first}, the row alone", plain, whose)
+        yield from _found("backend", alone)
     for name, other in checks.items():
         if other.rows != check.rows:
-            return Difference("replicas", _encoded(first, check, name, other))
+            yield Difference("replicas", _encoded(first, check, name, other))
         me, whose = f"{name}, the row alone", f"{first}, the row alone"
-        if found := _worst(other, other.alone, me, check.alone, whose):
-            return Difference("replicas", found)
+        yield from _found("replicas", _worst(other, other.alone, me, check.alone, whose))
     for name, other in checks.items():
         me, whose = f"{name}, all rows together", f"{name}, the row alone"
-        if found := _worst(other, other.together, me, other.alone, whose):
-            return Difference("batch", found)
+        yield from _found("batch", _worst(other, other.together, me, other.alone, whose))
+
+
+def _found(kind: Kind, words: str | None) -> Iterator[Difference]:
+    if words is not None:
+        yield Difference(kind, words)
+
+
+def _not_finite(name: str, check: RowCheck) -> str | None:
+    """The first score that is no finite number, in words."""
+    for who, scores in (
+        ("transformers, the row alone", check.transformers or ()),
+        ("transformers in a padded batch", check.padded or ()),
+        (f"{name}, the row alone", check.alone),
+        (f"{name}, all rows together", check.together),
+    ):
+        for place, score in enumerate(scores):
+            if not math.isfinite(score):
+                return f"{_where(check, place)}: {who}: {score}"
     return None
 
 
@@ -95,16 +116,18 @@ def _worst(
 ) -> str | None:
     """The row where two ways differ by most, in words; None if nowhere too much."""
     limit = allowed(wanted, check.relative)
-    # A score that is no number is near to nothing.
     gaps = [abs(a - b) for a, b in zip(found, wanted, strict=True)]
-    gaps = [gap if gap >= 0 else float("inf") for gap in gaps]
     worst = max(range(len(gaps)), key=lambda i: gaps[i])
-    finite = limit < float("inf")
-    if finite and gaps[worst] <= limit:
+    if gaps[worst] <= limit:
         return None
-    where = f"row {worst + 1} of {len(gaps)} ({check.rows[worst]})"
-    apart = f"{limit:.2g} apart is allowed" if finite else "finite numbers are wanted"
-    return f"{where}: {who}: {found[worst]:.6g}; {whose}: {wanted[worst]:.6g}; {apart}"
+    return (
+        f"{_where(check, worst)}: {who}: {found[worst]:.6g}; {whose}: {wanted[worst]:.6g}; "
+        f"{limit:.2g} apart is allowed"
+    )
+
+
+def _where(check: RowCheck, place: int) -> str:
+    return f"row {place + 1} of {len(check.rows)} ({check.rows[place]})"
 
 
 def _encoded(first: str, check: RowCheck, name: str, other: RowCheck) -> str:

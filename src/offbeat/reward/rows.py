@@ -31,6 +31,7 @@ from offbeat.reward.template import (
 SCORE_TEMPLATE = "{{ question }}\n{{ answer }}"
 LARGEST_LENGTH = 10**9
 """Tokenizers without a limit of their own say a number beyond this one."""
+PASSES = 8
 
 _log = logging.getLogger(__name__)
 
@@ -136,8 +137,11 @@ class RowEncoder:
 
     def _harmless(self, answer: str) -> str:
         """The answer with a space within each special token that it spells out."""
-        while self._special.search(answer):
-            answer = self._special.sub(lambda match: f"{match[0][0]} {match[0][1:]}", answer)
+        for _ in range(PASSES):  # what is left of two that overlap may be one
+            harmless = self._special.sub(lambda match: f"{match[0][0]} {match[0][1:]}", answer)
+            if harmless == answer:
+                break
+            answer = harmless
         return answer
 
     def _note_cut(self, length: int) -> None:
