@@ -23,6 +23,14 @@ from offbeat.reward.pool import retry_after
 from offbeat.testing.judge_server import Fault, JudgeServer
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(6000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise TimeoutError(str(condition))
+
+
 def item(answer: str = "4", ordinal: int = 0, reference: str | None = "4") -> ScoreItem:
     prompt = Prompt(ordinal, np.zeros(1, np.int32), "p", f"2+2? ({ordinal})", None, reference)
     return ScoreItem(prompt, answer)
@@ -119,8 +127,9 @@ def test_j5_patience_ends() -> None:
         assert time.monotonic() - start < 5
         assert len(server.calls) == 1
     with JudgeServer(script=[Fault(429)] * 1000) as server:
-        (reward,) = judged(server, deadline_seconds=0.2, retries=1)
+        (reward,) = judged(server, patience_seconds=0.3, retries=1)
         assert reward.cause == "rate_limited"
+        assert 2 <= len(server.calls) < 50
 
 
 def test_j6_a_hang_is_a_timeout_and_others_go_on() -> None:
@@ -141,28 +150,86 @@ def test_j7_down_at_start() -> None:
         HttpBackend(section("host:8000"), name="judge")
 
 
-def test_j7_down_in_the_middle_and_back() -> None:
-    server = JudgeServer().start()
-    config = section(server.base_url, retries=1)
+@pytest.mark.parametrize("retries", [0, 2])
+def test_j7_down_in_the_middle_and_back(retries: int) -> None:
+    server = JudgeServer(delay=0.05).start()
+    config = section(server.base_url, retries=retries)
 
     async def main() -> None:
-        source = GenRM("judge", config, HttpBackend(config, name="judge", pause_seconds=0.02))
+        judge = HttpBackend(config, name="judge", pause_seconds=0.02)
+        source = GenRM("judge", config, judge)
         loop = await RewardLoop.create({"judge": source}, {"judge": config})
-        assert (await loop.score(item())).verdict == "keep"
-        await asyncio.to_thread(server.stop)
-        scored = await loop.score(item())
-        assert (scored.verdict, scored.rewards["judge"].cause) == ("drop_sample", "unavailable")
-        assert scored.rewards["judge"].retries == 1  # retried in one place only
-        await asyncio.to_thread(server.start)
-        assert (await loop.score(item())).verdict == "keep"
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(loop.score(item(ordinal=i))) for i in range(20)]
+            await until(lambda: len(server.calls) >= 5)
+            await asyncio.to_thread(server.stop)  # what is in flight breaks off
+            await until(lambda: judge.down_since is not None)
+            tasks += [group.create_task(loop.score(item(ordinal=i))) for i in range(20, 40)]
+            await asyncio.sleep(0.5)
+            assert not any(task.done() for task in tasks[20:])
+            await asyncio.to_thread(server.start)
+        assert all(task.result().verdict == "keep" for task in tasks), "no sample is lost"
+        assert judge.down_since is None
         stats = loop.stats()["judge"]
-        assert (stats.scored, stats.failed) == (2, {"unavailable": 1})
+        assert (stats.scored, stats.failed) == (40, {})
         await loop.stop()
 
     try:
-        asyncio.run(asyncio.wait_for(main(), 30))
+        asyncio.run(asyncio.wait_for(main(), 60))
     finally:
         server.stop()
+
+
+def test_j7_down_for_longer_than_patience() -> None:
+    server = JudgeServer().start()
+    config = section(server.base_url, retries=1, patience_seconds=0.3)
+
+    async def main() -> None:
+        source = GenRM("judge", config, HttpBackend(config, name="judge", pause_seconds=0.02))
+        await source.start()
+        await asyncio.to_thread(server.stop)
+        rewards = await source.score([item(ordinal=i) for i in range(5)])
+        assert {(reward.status, reward.cause) for reward in rewards} == {("failed", "unavailable")}
+        assert all("no server answers for" in reward.reason for reward in rewards)
+        begun = time.monotonic()
+        (reward,) = await source.score([item()])
+        assert reward.cause == "unavailable"
+        assert time.monotonic() - begun < 2, "nobody waits a second time"
+        await source.stop()
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), 60))
+    finally:
+        server.stop()
+
+
+def test_j8_one_of_two_dies_and_comes_back(caplog: pytest.LogCaptureFixture) -> None:
+    with JudgeServer(delay=0.02) as dying, JudgeServer(delay=0.02) as other:
+        config = section(dying.base_url, retries=0)
+        config = config.model_copy(update={"base_url": (dying.base_url, other.base_url)})
+
+        async def main() -> None:
+            judge = HttpBackend(config, name="judge", pause_seconds=0.02)
+            source = GenRM("judge", config, judge)
+            await source.start()
+            scoring = asyncio.create_task(source.score([item(ordinal=i) for i in range(300)]))
+            await until(lambda: len(dying.calls) >= 20)
+            await asyncio.to_thread(dying.stop)
+            rewards = await scoring
+            assert {reward.status for reward in rewards} == {"scored"}, "no sample is lost"
+            assert judge.down_since is None
+            assert judge.facts()["servers_up"] == 1
+            seen = len(dying.calls)
+            await asyncio.to_thread(dying.start)
+            await until(lambda: judge.facts()["servers_up"] == 2)
+            await source.score([item(ordinal=i) for i in range(40)])
+            assert len(dying.calls) - seen >= 10, "it has its share again"
+            await source.stop()
+
+        asyncio.run(asyncio.wait_for(main(), 60))
+    assert f"reward/judge: {dying.base_url} is out (" in caplog.text
+    assert "its calls go to the others" in caplog.text
+    assert f"{dying.base_url} is back after" in caplog.text
 
 
 def test_concurrency_is_a_limit() -> None:

@@ -1,58 +1,54 @@
-"""The client of an external endpoint: the one owner of its retries.
+"""The pool of external servers behind one source: the one owner of its calls' retries.
 
-A call is tried 1 + `retries` times. Connection errors, 5xx, unreadable bodies and timeouts are
-tried again after a jittered pause. A 429 (or 503 with Retry-After) closes the endpoint to all its
-calls until it may be asked again; waiting for that spends no retry, but a patience of
-`deadline_seconds` x (1 + `retries`) in all. Each try has the deadline `deadline_seconds`.
+```
+ post ──► waiting line ──► least outstanding of the servers that may be asked ──► one try
+               ▲                                                                     │
+               └── another server, a pause, or the end of the outage ◄── it failed ──┘
+```
+
+A server may be asked while its circuit breaker is closed, it has a seat (`AdaptiveLimit`, up to
+`concurrency`), and its limiter lets another call go (`Retry-After`, requests and tokens a minute).
+A call is tried 1 + `retries` times, each within `deadline_seconds`. Before a failed connection, a
+timeout or a 5xx counts as one of them the server's health is asked for: what was an outage is the
+server's, so the call waits for a server and spends no retry; neither does a 429. A server that is
+out is asked for its health until it is well, then gets one call as a trial.
+
+While no server is well, calls wait, `patience_seconds` from the moment the last one went
+(`down_since`), and a little longer, so that whoever watches can end the run before a sample is
+lost.
 """
 
 from __future__ import annotations
 
 import asyncio
-import email.utils
 import json
+import math
 import os
 import random
-import time
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
 from offbeat.config import RewardSourceSection
-from offbeat.errors import OffbeatError, UserError
+from offbeat.errors import UserError
+from offbeat.reward.endpoints import Again, CallFailed, Endpoint, retry_after
+from offbeat.reward.health import Health
+from offbeat.reward.token_cost import estimate, spent
+from offbeat.reward.waiting_line import PendingCall, WaitingLine
 
-LARGEST_BODY = 1_000_000
-"""An answer of more bytes is not a verdict."""
+__all__ = ["CallFailed", "EndpointPool", "retry_after"]
 
-PROBE_SECONDS = 10.0
 PAUSE_LIMIT_SECONDS = 8.0
-_TOO_LONG = ("context_length_exceeded", "context length", "maximum context", "too long")
-
-
-class CallFailed(OffbeatError):
-    """A call failed for good: the cause as in `Reward.cause`, and the retries it took."""
-
-    def __init__(self, cause: str, reason: str, retries: int = 0) -> None:
-        super().__init__(f"{cause}: {reason}")
-        self.cause = cause
-        self.reason = reason
-        self.retries = retries
-
-
-class _Again(Exception):
-    """One try failed in a way that may pass; `after` is the server's own word on when."""
-
-    def __init__(
-        self, cause: str, reason: str, after: float | None = None, limited: bool = False
-    ) -> None:
-        super().__init__(reason)
-        self.cause, self.reason, self.after, self.limited = cause, reason, after, limited
+OUTAGES_A_CALL = 3
+"""A call that meets more outages than this is likelier what brings servers down than a victim."""
+GRACE_SECONDS = 2.0
+GRANTS_A_TURN = 8
+"""Calls begun in one turn of the event loop, so that a thousand at once do not stop it."""
 
 
 class EndpointPool:
-    """Calls one OpenAI-compatible server within a limit, with retries, and keeps its peace."""
+    """Calls one or several OpenAI-compatible servers within their limits, and heals."""
 
     def __init__(
         self,
@@ -63,151 +59,93 @@ class EndpointPool:
         pause_seconds: float = 0.5,
     ) -> None:
         """`pause_seconds` is the first pause before a retry; it doubles. Starts nothing."""
-        if section.base_url is None:
+        if not section.base_urls:
             raise UserError(f"reward.{name}.base_url is missing; set it, e.g. http://host:8000/v1")
-        parts = urlsplit(section.base_urls[0])
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise UserError(
-                f"reward.{name}.base_url = {section.base_url!r} is not an http address; "
-                "write it like http://host:8000/v1"
+        self._name, self._section, self._pause = name, section, pause_seconds
+        self._endpoints = [
+            Endpoint(
+                name, url, deadline_seconds=section.deadline_seconds,
+                concurrency=section.concurrency, transport=transport,
             )
-        bare = parts.netloc.rpartition("@")[2]
-        self.address = urlunsplit((parts.scheme, bare, parts.path, "", "")).rstrip("/")
-        self._auth = (parts.username, parts.password or "") if parts.username else None
-        self._name, self._section, self._transport = name, section, transport
-        self._pause = pause_seconds
-        self._gate = 0.0
-        self._seats = asyncio.Semaphore(section.concurrency)
-        self._client: httpx.AsyncClient | None = None
-        self._key: str | None = None
+            for url in dict.fromkeys(section.base_urls)
+        ]  # fmt: skip
+        self.addresses = tuple(endpoint.address for endpoint in self._endpoints)
+        """The servers' addresses, without user and password."""
+        self.address = ", ".join(self.addresses)
+        self._models: dict[str, dict[str, Any]] = {}
+        self._health = Health(
+            name, self._endpoints, pause_seconds=pause_seconds, on_change=self._kick
+        )
+        self._line = WaitingLine()
+        self._soon: asyncio.Handle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._stopped = True
+        self._counts = dict.fromkeys(
+            ("calls", "retries", "rate_limited", "prompt_tokens", "completion_tokens"), 0
+        )
+
+    @property
+    def down_since(self) -> float | None:
+        """Since when (the event loop's time) no server can be asked; None while one can."""
+        return self._health.down_since
+
+    def facts(self) -> dict[str, float]:
+        """Running numbers for metrics; counts are since the start.
+
+        `limit` is how many calls may be under way at once, over the servers that are up.
+        """
+        up = [e for e in self._endpoints if e.breaker.state == "closed"]
+        return {
+            "limit": float(sum(endpoint.adaptive.limit for endpoint in up)),
+            "outstanding": float(sum(endpoint.outstanding for endpoint in self._endpoints)),
+            "waiting": float(len(self._line)),
+            "servers": float(len(self._endpoints)),
+            "servers_up": float(len(up)),
+            **{name: float(count) for name, count in self._counts.items()},
+        }
+
+    # -- start and stop --------------------------------------------------------------------------
 
     async def start(self) -> list[str]:
-        """Opens the client and probes the server; returns its models, raises `UserError`."""
-        self._key = self._read_key()
-        limit = self._section.concurrency
-        self._client = httpx.AsyncClient(
-            transport=self._transport,
-            auth=self._auth,
-            headers={"Authorization": f"Bearer {self._key}"} if self._key else None,
-            timeout=self._section.deadline_seconds,
-            limits=httpx.Limits(max_connections=limit, max_keepalive_connections=limit),
-        )
+        """Asks all servers; returns the models that all of them list.
+
+        One of several that does not answer is said and asked again later; `UserError` if none does.
+        """
+        key = self._read_key()
+        tls = await asyncio.to_thread(httpx.create_ssl_context)
+        section = self._section
+        self._stopped = False
+        for endpoint in self._endpoints:
+            endpoint.start(key, tls)
+            endpoint.limiter.join(
+                self, section.requests_per_minute, section.tokens_per_minute, self._kick, _now()
+            )
         try:
-            return await self.probe()
+            self._models = await self._health.start(section.retries)
         except BaseException:
             await self.stop()
             raise
+        return list(self._models)
 
     async def stop(self) -> None:
-        """Closes the client."""
-        if self._client is not None:
-            await self._client.aclose()
-            self._client = None
+        """Ends all that waits or heals, and closes the connections."""
+        self._stopped = True
+        for handle in (self._soon, self._timer):
+            if handle is not None:
+                handle.cancel()
+        self._soon = self._timer = None
+        await self._health.stop()
+        self._line.fail_all(CallFailed("unavailable", "the source was stopped"))
+        for endpoint in self._endpoints:
+            endpoint.limiter.leave(self, _now())
+            await endpoint.stop()
 
-    async def probe(self) -> list[str]:
-        """Asks for `/models` and returns them; raises `UserError` with the address.
+    def described(self, model: str) -> dict[str, Any]:
+        """What the servers say of a model that all of them list; empty for another one.
 
-        Any answer but a refusal of the key or a 5xx will do: not all servers list models.
+        What they say differently is a list.
         """
-        where = f"reward.{self._name}.base_url: {self.address}"
-        deadline = min(PROBE_SECONDS, self._section.deadline_seconds)
-        problem = ""
-        for attempt in range(1 + self._section.retries):
-            if attempt:
-                await asyncio.sleep(self._jitter(attempt - 1))
-            try:
-                async with asyncio.timeout(deadline):
-                    response = await self._open().get(f"{self.address}/models")
-            except TimeoutError:
-                problem = f"did not answer within {deadline:g} s"
-                continue
-            except httpx.HTTPError as error:
-                problem = f"does not answer ({type(error).__name__}: {self._clean(str(error))})"
-                continue
-            if response.status_code in {401, 403}:
-                raise UserError(
-                    f"{where} refuses the key (HTTP {response.status_code}); "
-                    f"set reward.{self._name}.api_key_env to the variable that holds it"
-                )
-            if response.status_code < 500:
-                return _models(response.content)
-            problem = f"answers HTTP {response.status_code}"
-        raise UserError(f"{where} {problem}; start the server or mend the address")
-
-    async def post(self, path: str, body: Mapping[str, Any]) -> tuple[Any, int]:
-        """The JSON answer and how many retries it took; raises `CallFailed`."""
-        section = self._section
-        patience = section.deadline_seconds * (1 + section.retries)
-        failures = limits = 0
-        async with self._seats:
-            while True:
-                try:
-                    patience -= await self._wait_for_gate(patience, failures + limits)
-                    return await self._try(path, body), failures + limits
-                except CallFailed as failed:
-                    raise CallFailed(failed.cause, failed.reason, failures + limits) from failed
-                except _Again as again:
-                    if again.limited:
-                        self._close_gate(again.after, limits)
-                        limits += 1
-                        continue
-                    if failures == section.retries:
-                        raise CallFailed(again.cause, again.reason, failures + limits) from again
-                    failures += 1
-                    await asyncio.sleep(self._jitter(failures - 1))
-
-    async def _try(self, path: str, body: Mapping[str, Any]) -> Any:
-        deadline = self._section.deadline_seconds
-        try:
-            async with asyncio.timeout(deadline):
-                response = await self._open().post(f"{self.address}{path}", json=body)
-        except (TimeoutError, httpx.TimeoutException) as error:
-            reason = f"{self.address} did not answer within {deadline:g} s"
-            raise _Again("timeout", reason) from error
-        except httpx.HTTPError as error:
-            reason = f"{self.address}: {type(error).__name__}: {self._clean(str(error))}"
-            raise _Again("unavailable", reason) from error
-        self._check(response)
-        if len(response.content) > LARGEST_BODY:
-            raise CallFailed("unparseable", f"an answer of {len(response.content)} bytes")
-        try:
-            return json.loads(response.content)
-        except (ValueError, RecursionError) as error:
-            raise _Again("bad_response", f"{self.address}: not JSON") from error
-
-    def _check(self, response: httpx.Response) -> None:
-        status = response.status_code
-        if status < 300:
-            return
-        text = self._clean(response.content[:2000].decode("utf-8", "replace"))
-        reason = f"{self.address}: HTTP {status}: {text[:300]}"
-        after = retry_after(response.headers.get("retry-after"))
-        if status == 429 or (status == 503 and after is not None):
-            raise _Again("rate_limited", reason, after, limited=True)
-        if status >= 500 or status in {408, 409, 425}:
-            raise _Again("unavailable", reason)
-        if status in {400, 413, 422} and any(mark in text.lower() for mark in _TOO_LONG):
-            raise CallFailed("too_long", reason)
-        raise CallFailed("refused", reason)
-
-    def _close_gate(self, after: float | None, times: int) -> None:
-        pause = self._jitter(times) if after is None else after
-        self._gate = max(self._gate, time.monotonic() + pause)
-
-    async def _wait_for_gate(self, patience: float, retries: int) -> float:
-        """Waits until the endpoint may be asked; returns the seconds waited."""
-        waited = 0.0
-        while (left := self._gate - time.monotonic()) > 0:
-            if waited + left > patience:
-                reason = f"{self.address} may not be asked for another {left:.1f} s"
-                raise CallFailed("rate_limited", reason, retries)
-            pause = left + random.uniform(0, min(0.2, 0.1 * left))
-            await asyncio.sleep(pause)
-            waited += pause
-        return waited
-
-    def _jitter(self, times: int) -> float:
-        return min(PAUSE_LIMIT_SECONDS, self._pause * 2.0**times) * random.uniform(0.5, 1.0)
+        return dict(self._models.get(model, {}))
 
     def _read_key(self) -> str | None:
         variable = self._section.api_key_env
@@ -219,34 +157,206 @@ class EndpointPool:
                 f"reward.{self._name}.api_key_env: the environment variable {variable} is not set"
                 "; export it with the server's key"
             )
+        if not (key.isascii() and key.isprintable()):
+            raise UserError(
+                f"reward.{self._name}.api_key_env: the environment variable {variable} holds "
+                "characters that no key has; export it again"
+            )
         return key
 
-    def _open(self) -> httpx.AsyncClient:
-        if self._client is None:
-            raise CallFailed("unavailable", f"the client of {self.address} is not started")
-        return self._client
+    # -- one call --------------------------------------------------------------------------------
 
-    def _clean(self, text: str) -> str:
-        """Text without the key, should a server echo it."""
-        return text.replace(self._key, "***") if self._key else text
+    async def post(self, path: str, body: Mapping[str, Any]) -> tuple[Any, int]:
+        """The JSON answer and how many retries it took; raises `CallFailed`."""
+        content = json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+        call = PendingCall(estimate(body))
+        while True:
+            endpoint = await self._seat(call)
+            began = _now()
+            try:
+                answer = await endpoint.attempt(path, content)
+                self._answered(endpoint, call, began, answer)
+                return answer, call.retries
+            except Again as again:
+                await self._learn(endpoint, call, began, again)
+                pause = self._once_more(endpoint, call, began, again)
+            except CallFailed as failed:  # the server's last word
+                endpoint.breaker.succeeded(call.trial, _now())
+                raise CallFailed(failed.cause, failed.reason, call.retries) from failed
+            finally:
+                endpoint.breaker.let_go(call.trial)
+                endpoint.outstanding -= 1
+                self._health.note()
+            if pause:
+                await asyncio.sleep(pause)
 
-
-def _models(body: bytes) -> list[str]:
-    try:
-        return [str(model["id"]) for model in json.loads(body)["data"]]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return []
-
-
-def retry_after(header: str | None) -> float | None:
-    """Seconds of a Retry-After header, a number or a date; None where it says nothing."""
-    if header is None:
-        return None
-    try:
-        seconds = float(header)
-    except ValueError:
+    async def _seat(self, call: PendingCall) -> Endpoint:
+        """The server to ask, with a seat taken there; waits for one."""
+        if self._stopped:
+            raise CallFailed("unavailable", "the source is not started", call.retries)
+        self._line.add(call)
+        self._kick()
         try:
-            seconds = email.utils.parsedate_to_datetime(header).timestamp() - time.time()
-        except (ValueError, TypeError):
-            return None
-    return seconds if 0 <= seconds < float("inf") else 0.0
+            return await call.turn
+        except asyncio.CancelledError:
+            if call.turn.done() and not call.turn.cancelled() and not call.turn.exception():
+                endpoint = call.turn.result()
+                endpoint.breaker.let_go(call.trial)
+                endpoint.outstanding -= 1
+                endpoint.limiter.unsent(call.cost, _now())
+            self._kick()
+            raise
+        except CallFailed as failed:  # one error may end many calls
+            raise CallFailed(failed.cause, failed.reason, call.retries) from failed
+        finally:
+            self._line.drop(call)
+
+    def _answered(self, endpoint: Endpoint, call: PendingCall, began: float, answer: Any) -> None:
+        now = _now()
+        endpoint.breaker.succeeded(call.trial, now)
+        endpoint.adaptive.succeeded(began, now)
+        endpoint.limited_on_end = 0
+        prompt, completion = spent(answer, call.cost)
+        endpoint.limiter.settle(call.cost, prompt + completion, now)
+        self._counts["calls"] += 1
+        self._counts["prompt_tokens"] += prompt
+        self._counts["completion_tokens"] += completion
+
+    async def _learn(
+        self, endpoint: Endpoint, call: PendingCall, began: float, again: Again
+    ) -> None:
+        """What a failed try says of the server; asks for its health where that is in doubt."""
+        now, breaker = _now(), endpoint.breaker
+        if again.overload:
+            endpoint.adaptive.overloaded(began, now)
+        elif again.cause == "timeout":
+            endpoint.adaptive.timed_out(began, now)
+        if again.limited:
+            self._counts["rate_limited"] += 1
+            endpoint.limited(began, now, again.after, self._jitter)
+            endpoint.limiter.settle(call.cost, 0.0, now)
+            breaker.succeeded(call.trial, now)
+        elif again.unwell:
+            endpoint.problem = again.reason
+            await self._health.check(endpoint)
+            breaker.failed(call.trial, began, _now())
+        elif again.elsewhere:
+            endpoint.problem = again.reason
+            breaker.failed(call.trial, began, now)
+        else:
+            breaker.succeeded(call.trial, now)
+
+    def _once_more(
+        self, endpoint: Endpoint, call: PendingCall, began: float, again: Again
+    ) -> float:
+        """The pause before the call is asked again; raises `CallFailed` if it is not."""
+        failed = CallFailed(again.cause, again.reason, call.retries)
+        pause = 0.0
+        if again.limited:
+            if call.limited_since is None:
+                call.limited_since = began
+            if _now() - call.limited_since > self._section.patience_seconds:
+                raise failed from again
+            call.limits += 1
+        elif again.elsewhere and len(self._endpoints) == 1:
+            raise failed from again
+        elif again.unwell and endpoint.breaker.excuses(began) and call.outages < OUTAGES_A_CALL:
+            call.outages += 1
+        elif call.failures < self._section.retries:
+            pause = self._jitter(call.failures)
+            call.failures += 1
+        else:
+            raise failed from again
+        self._counts["retries"] += 1
+        call.avoid = endpoint
+        return pause
+
+    def _jitter(self, times: int) -> float:
+        return min(PAUSE_LIMIT_SECONDS, self._pause * 2.0**times) * random.uniform(0.5, 1.0)
+
+    # -- whose turn it is ------------------------------------------------------------------------
+
+    def _kick(self) -> None:
+        """Looks at the waiting line in the loop's next turn."""
+        if self._soon is None and not self._stopped:
+            self._soon = asyncio.get_running_loop().call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        """Gives seats to calls that wait, some a turn of the loop; else looks when one is free."""
+        self._soon, now = None, _now()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._line:
+            self._health.trust()
+            return
+        until = self._give_up(now)
+        for _ in range(GRANTS_A_TURN):
+            at = self._grant(now)
+            if at is not None:
+                until = min(until, at)
+                break
+        else:
+            self._kick()
+            return
+        if until < math.inf:
+            self._timer = asyncio.get_running_loop().call_at(until, self._kick)
+
+    def _grant(self, now: float) -> float | None:
+        """Gives one seat; if there is none to give, when there will be (infinity: unknown)."""
+        free = [endpoint for endpoint in self._endpoints if endpoint.seat]
+        until = math.inf
+        for call in self._line:
+            if not free:
+                break
+            options = self._options(call, free, now)
+            times = [(e.limiter.ready_at(self, call.cost, now), e) for e in options]
+            ready = [endpoint for at, endpoint in times if at <= now]
+            if ready:
+                random.shuffle(ready)
+                chosen = min(ready, key=lambda endpoint: endpoint.outstanding)
+                chosen.limiter.take(self, call.cost, now)
+                chosen.outstanding += 1
+                call.trial = chosen.breaker.began()
+                self._line.drop(call)
+                if not call.turn.done():
+                    call.turn.set_result(chosen)
+                return None
+            until = min([until, *(at for at, _ in times)])
+            free = [endpoint for endpoint in free if endpoint not in options]  # its turn is first
+        return until
+
+    def _options(self, call: PendingCall, free: list[Endpoint], now: float) -> list[Endpoint]:
+        """The servers that may have this call: another one than failed it, if there is one.
+
+        A trial is rather made with a call that has not met an outage yet.
+        """
+        elsewhere = any(e is not call.avoid and e.serves(now) for e in self._endpoints)
+        return [
+            endpoint
+            for endpoint in free
+            if not (elsewhere and endpoint is call.avoid)
+            and not (call.outages and self._line.has_fresh and endpoint.breaker.state != "closed")
+        ]
+
+    def _give_up(self, now: float) -> float:
+        """Fails all that wait if there is nobody to wait for; returns when that will be."""
+        patience = self._section.patience_seconds
+        down_since = self._health.down_since
+        if down_since is not None:
+            until = down_since + patience + GRACE_SECONDS
+            if now >= until:
+                told = "; ".join(f"{e.address}: {e.problem}" for e in self._endpoints)
+                reason = f"no server answers for {now - down_since:.0f} s ({told})"
+                self._line.fail_all(CallFailed("unavailable", reason))
+            return until
+        well = [e for e in self._endpoints if e.breaker.state == "closed"]
+        opens = min(endpoint.limiter.closed_until for endpoint in well)
+        if opens - now > patience:
+            reason = f"{self.address} may not be asked for another {opens - now:.0f} s"
+            self._line.fail_all(CallFailed("rate_limited", reason))
+        return math.inf
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

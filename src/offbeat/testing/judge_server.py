@@ -166,11 +166,18 @@ class JudgeServer:
         try:
             loop.run_forever()
         finally:
-            server.close()
+            loop.run_until_complete(self._close(server))
+            loop.close()
+
+    async def _close(self, server: asyncio.Server) -> None:
+        """Closes the port and resets all connections, also those that are just being made."""
+        server.close()
+        just_made = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*just_made, return_exceptions=True)
+        while self._open:
             for connection in list(self._open):
                 connection.reset()
-            loop.run_until_complete(asyncio.sleep(0))  # until they are closed
-            loop.close()
+            await asyncio.sleep(0)
 
     def arrived(self, body: dict[str, Any], headers: dict[str, str]) -> tuple[float, Fault]:
         """Counts a call; says after how many seconds it meets which fault. For connections."""
