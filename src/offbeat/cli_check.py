@@ -32,6 +32,7 @@ from offbeat.data import (
 )
 from offbeat.errors import UserError
 from offbeat.records import Prompt, ScoreItem
+from offbeat.reward.anchor_files import read_anchors
 from offbeat.reward.function import WorkerFailed, WorkerProcess
 from offbeat.reward.function_style import SHAPES, Outcome
 
@@ -59,6 +60,7 @@ def preflight(
             for url in source.base_urls:
                 told = f"{url} is not asked from here"
                 say(f"reward/{name}: {told if elsewhere else probe_judge(name, source, url)}")
+        _check_anchors(name, source, say)
     check_models(config, assumed=elsewhere)
     _check_prompts(config, {"train": rows, "validation": held_out}, say, warn or say)
 
@@ -209,6 +211,21 @@ def _shown(outcome: Outcome) -> str:
         return said
     value = outcome["value"]
     return "no opinion" if value is None else f"{value:g}"
+
+
+def _check_anchors(name: str, source: RewardSourceSection, say: Say) -> None:
+    """Refuses a malformed file of anchors; says how many there are."""
+    path = source.anchors
+    if path is None:
+        return
+    if not path.exists():  # else it was refused before: it may be on another machine
+        say(f"reward/{name}: {path} is not read, as it is not on this machine")
+        return
+    count = len(read_anchors(name, source))
+    say(
+        f"reward/{name}: {count} anchor{'s' if count > 1 else ''} of {path.name}, judged at the "
+        f"start and every {source.anchors_every} steps"
+    )
 
 
 def probe_judge(name: str, source: RewardSourceSection, url: str) -> str:

@@ -38,6 +38,7 @@ from offbeat.config_validate import On
 from offbeat.errors import DeadlinePassed, RunFailed, UserError, first_of
 from offbeat.ledger import Counts, Flag
 from offbeat.records import Batch, Completion, GenerateRequest, Manifest, PolicyVersion, Span
+from offbeat.reward.anchors import AnchorReport
 from offbeat.reward.loop import SourceStats
 from offbeat.rollout.parts import Tally
 from offbeat.track.recorder import Recorder
@@ -50,6 +51,7 @@ GRACE_SECONDS = 120.0  # for a role to answer, beyond what it waits for by a set
 LAST_SECONDS = 10.0  # for the last numbers of a run that ends
 BESIDE = {"rollout": "beside the rollout", "dedicated": "on engines of its own"}
 NOTICE_SECONDS = 1.0  # between two questions for what there is to say
+LOOK_SECONDS = 30.0  # for the looks at anchors that the last step made due
 
 
 class RollouterRole(Protocol):
@@ -65,6 +67,7 @@ class RollouterRole(Protocol):
     async def counts(self) -> Counts: ...
     async def reward_stats(self) -> Mapping[str, SourceStats]: ...
     async def notices(self) -> list[str]: ...
+    async def looks(self, wait_seconds: float = 0.0) -> list[AnchorReport]: ...
     async def drain(self) -> tuple[list[Span], list[SyncReport], Tally]: ...
     async def stop(self) -> None: ...
 
@@ -136,6 +139,7 @@ class AsyncLoop:
             if self._validated != self.trained_steps:
                 async with asyncio.TaskGroup() as tasks:
                     await self._begin_validation(tasks)
+            await self._looks(LOOK_SECONDS)
         except Exception as failure:  # boundary: whatever ends a run says how far it came
             error = first_of(failure)
             kind = UserError if isinstance(error, UserError) else RunFailed
@@ -262,6 +266,11 @@ class AsyncLoop:
             await asyncio.sleep(NOTICE_SECONDS)
             for line in await _soon(self.rollouter.notices()):
                 self.recorder.say(line)
+            await self._looks()
+
+    async def _looks(self, wait_seconds: float = 0.0) -> None:
+        for report in await _soon(self.rollouter.looks(wait_seconds)):
+            self.recorder.anchors(report)
 
     @property
     def _on(self) -> On:
@@ -288,6 +297,7 @@ class AsyncLoop:
     async def _last_books(self) -> None:
         for line in await self.rollouter.notices():
             self.recorder.say(line)
+        await self._looks()
         self.recorder.books(await self.rollouter.counts(), await self.rollouter.reward_stats())
         spans, reports, tally = await self.rollouter.drain()
         self.recorder.tail(spans, reports, tally)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from offbeat.cli import main
 from offbeat.config import RewardSourceSection
 from offbeat.errors import UserError
 from offbeat.records import Reward, ScoreItem, Span
@@ -114,6 +115,23 @@ def test_a_malformed_file_is_refused_with_its_line(
     assert [word for word in words if word not in said] == [], said
 
 
+def test_check_counts_them_and_refuses_what_is_malformed(
+    project: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = project(reward__rule__anchors="a.jsonl", reward__rule__anchors_every=25)
+    assert main(["check", str(path)]) == 2
+    assert "reward.rule.anchors = " in capsys.readouterr().err
+    write(tmp_path / "a.jsonl", rows(0, 1, 0.5))
+    assert main(["check", str(path)]) == 0
+    said = "reward/rule: 3 anchors of a.jsonl, judged at the start and every 25 steps"
+    assert said in capsys.readouterr().out
+    write(tmp_path / "a.jsonl", GOOD + GOOD.replace("3", "null"))
+    for command in ("check", "train"):
+        assert main([command, str(path)]) == 2
+        assert "a.jsonl line 2 has no grade" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
 # ---- looks ----
 
 
@@ -124,7 +142,7 @@ def look_at(
 ) -> Any:
     """Runs `body` with the anchors of a judge on its server."""
 
-    async def main() -> Any:
+    async def judged() -> Any:
         backend = HttpBackend(section, name="judge", pause_seconds=0.02)
         source = GenRM("judge", section, backend, cache)
         await source.start()
@@ -135,7 +153,7 @@ def look_at(
         finally:
             await source.stop()
 
-    return asyncio.run(main())
+    return asyncio.run(judged())
 
 
 def grade_in(text: str) -> str:

@@ -91,8 +91,8 @@ class Fakes:
 
     async def looks(self, wait_seconds: float = 0.0) -> list[AnchorReport]:
         self.calls.append(f"looks {wait_seconds:g}")
-        n = sum(call.startswith("looks") for call in self.calls)
-        return [AnchorReport("judge", n, 2, 2, {}, 0.5, 0.1, 1.0, None, None, 0.1)][2 - n :]
+        number = sum(call.startswith("looks") for call in self.calls)
+        return [AnchorReport("judge", number, 2, 2, {}, 0.5, 0.1, 1.0, None, None, 0.1)]
 
     async def drain(self) -> tuple[list[Span], list[Any], Tally]:
         await self._call("drain")
@@ -191,6 +191,19 @@ def test_whatever_fails_ends_the_run_with_its_cause_and_the_steps(
         assert str(outcome).endswith(f"; {steps} steps are done")
     assert summary["groups"]["trained"] == summary["groups"]["admitted"]
     assert summary["rewards"]["judge"]["failed"] == {"timeout": 2}, "also of discarded groups"
+
+
+def test_looks_at_anchors_are_recorded_those_that_the_last_step_made_due_too(
+    tmp_path: Path,
+) -> None:
+    fakes, _, summary = run(tmp_path, well)
+    looks = [call for call in fakes.calls if call.startswith("looks")]
+    assert looks[-2:] == ["looks 30", "looks 0"]
+    assert summary["anchors"]["judge"]["looks"] == len(looks)
+    assert summary["anchors"]["judge"]["last"]["step"] == len(looks)
+    failed, _, summary = run(tmp_path / "failed", failing("step", 2, RuntimeError("x")))
+    assert [call for call in failed.calls if call.startswith("looks")][-1] == "looks 0"
+    assert "judge" in summary["anchors"]
 
 
 def test_steps_that_are_done_are_saved_when_the_rollouter_ends_the_run(tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from offbeat.cluster.specs import EngineSpec, RunSpec, ScorerSpec, first_version
 from offbeat.config import Config
 from offbeat.data import PromptSet, load_prompts, load_tokenizer
 from offbeat.records import Completion, GenerateRequest, PolicyVersion, Prompt
+from offbeat.reward.anchor_files import anchors_of
+from offbeat.reward.anchors import Anchors
 from offbeat.reward.build import build_source
 from offbeat.reward.loop import RewardLoop
 from offbeat.reward.source import Scorer
@@ -164,14 +166,17 @@ class RolloutSide:
         self._prompts: PromptSet | None = None
         self._held_out: list[Prompt] = []
         self._rewards: RewardLoop | None = None
+        self._anchors: Anchors | None = None
         self._checker: Checker | None = None
         self._store: Store | None = None
         self.core: Rollouter | None = None
 
     async def start(self, standing: Standing) -> int:
         """Reads prompts and starts the reward loop; returns how many ordinals there are."""
-        transcripts = TranscriptWriter(self.config.run_dir)
+        transcripts, sections = TranscriptWriter(self.config.run_dir), self.config.active_rewards
+        anchors = await asyncio.to_thread(anchors_of, sections)
         self._rewards = await make_rewards(self.config, standing, transcripts)
+        self._anchors = Anchors(self._rewards.sources, sections, anchors)
         prompts, self._held_out = await asyncio.to_thread(self._read)
         self._prompts = prompts
         if self._held_out and self.config.validation.function is not None:
@@ -225,6 +230,7 @@ class RolloutSide:
             total_steps=total_steps,
             replace=replace,
             validator=validator,
+            anchors=self._anchors,
         )
         return self.core
 

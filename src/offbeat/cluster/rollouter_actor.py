@@ -22,6 +22,7 @@ from offbeat.config import Config
 from offbeat.errors import OffbeatError
 from offbeat.ledger import Counts, Flag
 from offbeat.records import Batch, Completion, GenerateRequest, Manifest, Span
+from offbeat.reward.anchors import AnchorReport
 from offbeat.reward.loop import SourceStats
 from offbeat.rollout.dedicated import DedicatedEngines
 from offbeat.rollout.engine import Engine
@@ -129,6 +130,9 @@ class RollouterActor:
     async def notices(self) -> list[str]:
         return await self._core.notices()
 
+    async def looks(self, wait_seconds: float = 0.0) -> list[AnchorReport]:
+        return await self._core.looks(wait_seconds)
+
     async def stop(self) -> None:
         if self._task is not None and self._side.core is not None:
             await self._side.core.stop()
@@ -191,3 +195,7 @@ class RayRollouter:
     async def notices(self) -> list[str]:
         lines: list[str] = await result(self.handle.notices.remote())
         return lines
+
+    async def looks(self, wait_seconds: float = 0.0) -> list[AnchorReport]:
+        reports: list[AnchorReport] = await result(self.handle.looks.remote(wait_seconds))
+        return reports

@@ -178,6 +178,11 @@ class RewardLoop:
         (scored,) = await self.score_group([item], scope=scope)
         return scored
 
+    @property
+    def sources(self) -> Mapping[str, RewardSource]:
+        """The sources by name, for who asks them beside samples: nothing of that is counted."""
+        return self._sources
+
     # -- sources that are down -------------------------------------------------------------------
 
     @property

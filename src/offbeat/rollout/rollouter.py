@@ -28,6 +28,7 @@ from offbeat.records import (
     Sampling,
     Span,
 )
+from offbeat.reward.anchors import AnchorReport, Anchors
 from offbeat.reward.loop import RewardLoop, SourceStats
 from offbeat.rollout.engine import Engine
 from offbeat.rollout.generation import Generation
@@ -63,8 +64,10 @@ class Rollouter:
         total_steps: int,
         replace: Callable[[int], Awaitable[Engine]],
         validator: Validator | None = None,
+        anchors: Anchors | None = None,
     ) -> None:
         self.config = config
+        self._anchors = anchors or Anchors({}, {}, {})
         self._validator = validator
         self.running = asyncio.Event()  # set once `run` has begun
         self.prompts = prompts
@@ -113,7 +116,8 @@ class Rollouter:
                 self.running.set()
                 lag = measure_lag(lambda: self.tally)
                 watch = self.rewards.watch(self._notify)
-                owned = [tasks.create_task(loop) for loop in (self._admit(tasks), lag, watch)]
+                loops = (self._admit(tasks), lag, watch, self._anchors.run())
+                owned = [tasks.create_task(loop) for loop in loops]
                 await self._stopping.wait()
                 for task in owned:
                     task.cancel()
@@ -264,6 +268,7 @@ class Rollouter:
         """Books a step as trained; `flags` says which groups had signal."""
         self._ledger.trained(step, flags)
         self._record()
+        self._anchors.trained(step + 1)
         return self._ledger.counts()
 
     async def checkpointed(self, step: int) -> None:
@@ -295,6 +300,12 @@ class Rollouter:
     async def notices(self) -> list[str]:
         """Lines for the user about the reward sources, since the last call."""
         return self.rewards.notices()
+
+    async def looks(self, wait_seconds: float = 0.0) -> list[AnchorReport]:
+        """Looks at anchors since the last call; those that are due are waited for so long."""
+        if wait_seconds > 0:
+            await self._anchors.settle(wait_seconds)
+        return self._anchors.drain()
 
     async def reward_stats(self) -> Mapping[str, SourceStats]:
         """Outcomes by source so far, those of discarded groups included."""
