@@ -14,6 +14,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     BertConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -34,7 +35,9 @@ CHAT = "{% for m in messages %}{{ m.role }} {{ m.content }}</s>{% endfor %}"
 TEMPLATE = "{{ question }} {{ answer }}{% if reference %}</s>{% endif %}"
 
 
-def make_scorer(path: Path, kind: str, side: str, labels: int = 1) -> Path:
+def make_scorer(
+    path: Path, kind: str, side: str, labels: int = 1, *, token_level: bool = False
+) -> Path:
     """A random classification model and a letter tokenizer of its own."""
     letters = [chr(c) for c in range(ord("a"), ord("z") + 1)]
     vocabulary = {w: i for i, w in enumerate(["<pad>", "<s>", "</s>", "?", *letters])}
@@ -56,7 +59,8 @@ def make_scorer(path: Path, kind: str, side: str, labels: int = 1) -> Path:
     pad_id = {"llama-pad-is-eos": 2, "llama-no-pad": None}.get(kind, 0)
     config = (BertConfig if kind == "bert" else LlamaConfig)(**sizes, pad_token_id=pad_id)
     torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(config)
+    auto = AutoModelForTokenClassification if token_level else AutoModelForSequenceClassification
+    model = auto.from_config(config)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim == 2:
@@ -110,6 +114,15 @@ def reference_logits(path: Path, rows: list[list[int]]) -> list[float]:
         return [model(input_ids=torch.tensor([row])).logits[0, 0].item() for row in rows]
 
 
+def by_label(path: Path, rows: list[list[int]], *, tokens: bool) -> torch.Tensor:
+    """All logits that transformers gives each row alone, of tokens those of the last: (R, L)."""
+    auto = AutoModelForTokenClassification if tokens else AutoModelForSequenceClassification
+    model = auto.from_pretrained(path).eval()
+    with torch.inference_mode():
+        found = [model(input_ids=torch.tensor([row])).logits[0] for row in rows]
+    return torch.stack([logits[-1] if tokens else logits for logits in found])
+
+
 TEXTS = ["x", "a long answer of many letters", "mid length", "", "zz", "an answer that is longer"]
 
 
@@ -134,6 +147,48 @@ def test_d1_a_batch_equals_batches_of_one(
     (span,) = spans
     assert (span.role, span.kind, span.tokens) == ("reward/scorer", "score", sum(map(len, rows)))
     assert 0 < span.cpu <= span.end - span.start + 0.05
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tokens", [False, True])
+def test_d1_of_several_labels_and_of_tokens(
+    tmp_path: Path, kind: str, side: str, tokens: bool
+) -> None:
+    """One label's logit and the expected value, in a batch, are those of rows alone."""
+    path = make_scorer(tmp_path / "m", kind, side, labels=3, token_level=tokens)
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    items = [item(text, "yes" if i % 2 else None) for i, text in enumerate(TEXTS)]
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+    rows = [
+        tokenizer(f"ab {text}" + ("</s>" if i % 2 else ""))["input_ids"]
+        for i, text in enumerate(TEXTS)
+    ]
+    wanted = by_label(path, rows, tokens=tokens)
+    base = {"template": tmp_path / "t.jinja"}
+    found, _ = said(section(path, label="LABEL_1", **base), items)
+    assert [one.value for one in found] == pytest.approx(wanted[:, 1].tolist(), abs=1e-4)
+    names, raw = zip(*(part.split() for part in found[0].raw.split(", ")), strict=True)
+    assert names == ("LABEL_0", "LABEL_1", "LABEL_2")
+    assert list(map(float, raw)) == pytest.approx(wanted[0].tolist(), abs=1e-4)
+    values = {"0": -1.0, "LABEL_1": 0.5, "LABEL_2": 2.0}
+    expected, _ = logits(section(path, label_values=values, **base), items)
+    weighed = torch.softmax(wanted, 1) @ torch.tensor([-1.0, 0.5, 2.0])
+    assert expected == pytest.approx(weighed.tolist(), abs=1e-4)
+    assert float(wanted[:, 1].std()) > 0.01
+    assert float(weighed.std()) > 0.01
+
+
+def test_one_logit_of_tokens_needs_no_label(tmp_path: Path) -> None:
+    """Read at the last token, also where that is the pad id: there `</s>` is, in a chat."""
+    path = make_scorer(tmp_path / "m", "llama-pad-is-eos", "left", token_level=True)
+    found, _ = logits(section(path, chat=True), [item("xyz"), item("q")])
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+    rows = [
+        [1, *tokenizer(f"user ab</s>assistant {a}</s>", add_special_tokens=False)["input_ids"]]
+        for a in ("xyz", "q")
+    ]
+    assert found == pytest.approx(by_label(path, rows, tokens=True)[:, 0].tolist(), abs=1e-4)
 
 
 def test_d1_chat_has_one_bos(scorers: dict[tuple[str, str], Path]) -> None:
@@ -256,6 +311,62 @@ def test_a_broken_scorer_steps_back() -> None:
     assert rewards[0].cause == "timeout"
 
 
+def test_what_was_cut_is_told_and_counted() -> None:
+    class Cutter(FakeScorer):
+        async def logits(self, items: Sequence[ScoreItem]) -> list[Logit]:
+            sizes = [len(one.completion) for one in items]
+            return [
+                Logit(1.0, "1", size, 5) if size < 50 else Logit(None, tokens=size)
+                for size in sizes
+            ]
+
+    async def main() -> tuple[list[Reward], dict[str, float], dict[str, float]]:
+        source = DisRM("scorer", section("m", over_length="cut_front"), [Cutter()])
+        other = DisRM("other", section("m"), [FakeScorer(), FakeScorer()])
+        await source.start()
+        rewards = await source.score([item("x" * size) for size in (5, 9, 7, 60)])
+        facts = dict(source.facts())
+        assert source.down_since is None
+        await source.stop()
+        return rewards, facts, dict(other.facts())
+
+    rewards, facts, others = asyncio.run(main())
+    assert [(r.status, r.reason) for r in rewards] == [
+        ("scored", ""),
+        ("scored", "cut from the front, from 9 to 5 tokens"),
+        ("scored", "cut from the front, from 7 to 5 tokens"),
+        ("failed", "the text has 60 tokens, more than the scorer takes"),
+    ]
+    assert facts == {"replicas": 1.0, "waiting": 0.0, "cut": 2.0}
+    assert others == {"replicas": 2.0, "waiting": 0.0}
+
+
+def test_d4_logits_that_are_no_numbers_in_every_reading(tmp_path: Path) -> None:
+    """The weights of one label of a real model are rotten: what hangs on them fails by cause."""
+    path = make_scorer(tmp_path / "m", "bert", "right", labels=3)
+
+    def causes(**settings: Any) -> list[str | None]:
+        config = section(path, **settings)
+
+        async def main() -> list[Reward]:
+            scorer = TransformersScorer("scorer", config)
+            await scorer.start()
+            source = DisRM("scorer", config, [scorer])
+            await source.start()
+            with torch.no_grad():
+                scorer._model.classifier.bias[2] = math.inf
+            rewards = await source.score([item("abc"), item("z")])
+            await source.stop()
+            await scorer.stop()
+            return rewards
+
+        return [reward.cause for reward in asyncio.run(main())]
+
+    assert causes(label=2) == ["non_finite"] * 2
+    assert causes(label_values={"0": 0, "1": 1, "2": 2}) == ["non_finite"] * 2
+    assert causes(label=1) == [None] * 2
+
+
 def test_d5_scores_flow_through_the_loop(scorers: dict[tuple[str, str], Path]) -> None:
     """Nothing but a text is needed: no extra information of the reward travels."""
     path = scorers["bert", "left"]
@@ -302,8 +413,20 @@ def test_a_text_that_cannot_be_rendered_fails_alone(
 
 def test_directories_that_are_no_scorers(tmp_path: Path) -> None:
     two = make_scorer(tmp_path / "two", "bert", "right", labels=2)
-    with pytest.raises(UserError, match=r"two has 2 labels"):
+    with pytest.raises(UserError, match=r"two has 2 labels \(LABEL_0, LABEL_1\); set label to"):
         logits(section(two), [])
+    with pytest.raises(UserError, match=r"reward\.scorer\.label: 'best' is no label"):
+        logits(section(two, label="best"), [])
+    tokens = make_scorer(tmp_path / "tokens", "llama", "right", labels=2, token_level=True)
+    with pytest.raises(UserError, match=r"tokens has 2 labels"):
+        logits(section(tokens), [])
+    one = make_scorer(tmp_path / "one", "bert", "right")
+    with pytest.raises(UserError, match=r"one has one logit, which is the reward; leave it out"):
+        logits(section(one, label=0), [])
+    config = BertConfig.from_pretrained(one, num_labels=4)
+    config.save_pretrained(one)
+    with pytest.raises(UserError, match=r"no scorer can be loaded from .*one"):
+        logits(section(one, label=0), [])
     headless = make_scorer(tmp_path / "headless", "llama", "right")
     sizes = dict(vocab_size=30, hidden_size=32, intermediate_size=48, num_hidden_layers=1)
     config = LlamaConfig(**sizes, num_attention_heads=4, num_labels=1)
