@@ -24,11 +24,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_of(models: Path, **judge: object) -> Config:
+def run_of(models: Path, scorer: dict[str, object] | None = None, **judge: object) -> Config:
     """A run with a judge and a scorer on the directories of their names."""
     reward = {
         "j": {"kind": "genrm", "model": str(models / "judge"), **judge},
-        "s": {"kind": "disrm", "model": str(models / "scorer")},
+        "s": {"kind": "disrm", "model": str(models / "scorer"), **(scorer or {})},
     }
     path = str(models / "actor")
     whole = {"run": "r", "model": {"path": path}, "data": {"train": "t"}, "reward": reward}
@@ -70,7 +70,7 @@ def test_whole_models_are_accepted(models: Path) -> None:
         ("actor", break_config, "model.path: .*config.json is not valid JSON"),
         ("actor", a_classifier, "model.path: .*classifies"),
         ("scorer", lose_tokenizer, "reward.s.model: .*no tokenizer that loads"),
-        ("scorer", two_labels, "reward.s.model: .*has 2 labels; a scorer has one logit"),
+        ("scorer", two_labels, r"reward.s.model: .*has 2 labels \(no, yes\); set label to"),
     ],
 )
 def test_models_that_cannot_play_their_role_are_refused_by_setting(
@@ -81,6 +81,29 @@ def test_models_that_cannot_play_their_role_are_refused_by_setting(
     change(copy / role)
     with pytest.raises(UserError, match=said):
         check_models(run_of(copy), assumed=False)
+
+
+def of_tokens(folder: Path) -> None:
+    two_labels(folder)
+    describe(folder, architectures=["BertForTokenClassification"])
+
+
+@pytest.mark.parametrize("change", [two_labels, of_tokens])
+def test_labels_are_looked_up_in_config_json_alone(
+    models: Path, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    shutil.copytree(models, tmp_path / "models")
+    change(tmp_path / "models" / "scorer")
+    for fits in ({"label": "yes"}, {"label": 0}, {"label_values": {"no": -1, "yes": 1}}):
+        check_models(run_of(tmp_path / "models", fits), assumed=False)
+    for wrong, said in (
+        ({"label": "maybe"}, r"reward\.s\.label: 'maybe' is no label: .* the labels no, yes; give"),
+        ({"label_values": {"yes": 1}}, r"reward\.s\.label_values: .* also has no; give each"),
+    ):
+        with pytest.raises(UserError, match=said):
+            check_models(run_of(tmp_path / "models", wrong), assumed=False)
+    with pytest.raises(UserError, match=r"reward\.s\.label: .* has one logit"):
+        check_models(run_of(models, {"label": "yes"}), assumed=False)
 
 
 def test_a_judge_must_have_the_template_and_spell_the_form_that_are_asked_of_it(
