@@ -79,7 +79,7 @@ class JudgePrompt:
         }
         values = {key: neutral.value(value) for key, value in values.items()}
         template = self._templates[0 if prompt.reference is None else -1]
-        text = template.fill(**values, fence=fence(texts_in(values)))
+        text = template.fill(**values, fence=fence(texts_in(values), neutral))
         return JudgeText(text, criteria if self._section.parser == "rubric" else ())
 
     def _criteria(self, item: ScoreItem) -> tuple[str, ...]:

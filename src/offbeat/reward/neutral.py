@@ -13,7 +13,7 @@ import hashlib
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import count, pairwise
+from itertools import pairwise
 from typing import Any
 
 MARKUP = (
@@ -34,6 +34,7 @@ MARKUP = (
 
 _LONGEST_MARKUP = 80
 _PASSES = 8
+_TURNS = 1000
 _STEP = 32_768
 _SEEN = frozenset("\t\n\r")
 
@@ -109,17 +110,21 @@ class Neutralizer:
         return sorted({places[start] for start in starts})
 
 
-def fence(texts: Iterable[str]) -> str:
-    """A line that none of the texts holds; the same texts give the same line."""
+def fence(texts: Iterable[str], neutral: Neutralizer | None = None) -> str:
+    """A line that none of the texts holds; the same texts give the same line.
+
+    It holds no special token that `neutral` knows.
+    """
     known = list(texts)
-    for turn in count():
+    for turn in range(_TURNS):
         digest = hashlib.blake2b(str(turn).encode(), digest_size=6)
         for text in known:
             digest.update(f"{len(text)}:".encode() + text.encode("utf-8", "replace"))
         mark = digest.hexdigest()
-        if not any(mark in text for text in known):
-            return f"===== {mark} ====="
-    raise AssertionError("every number was tried")
+        line = f"===== {mark} ====="
+        if not any(mark in text for text in known) and (not neutral or neutral.text(line) == line):
+            break
+    return line
 
 
 def texts_in(value: Any) -> list[str]:
