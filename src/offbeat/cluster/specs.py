@@ -10,6 +10,7 @@ from typing import Any, Literal
 from offbeat.config import Config, RewardSourceSection
 from offbeat.config_base import EngineName
 from offbeat.records import PolicyVersion
+from offbeat.reward.identity import source_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +90,18 @@ def policy_engine(
 def judge_engine(
     name: str, section: RewardSourceSection, config: Config, run: RunSpec, replica: int
 ) -> EngineSpec:
-    """The spec of replica `replica` of a judge that stands on its own pool."""
+    """The spec of replica `replica` of a judge that stands on its own pool.
+
+    Engines draw by seed and replica; the seed is the source's own, so that two judges of one run
+    do not repeat one another, nor the policy.
+    """
     return EngineSpec(
         model_path=str(section.model),
         role=f"reward/{name}",
         replica=replica,
         seats=section.seats,
         max_context=section.max_context,
-        seed=config.seed,
+        seed=source_seed(config.seed if section.seed is None else section.seed, name),
         dtype=section.dtype,
         device=run.device,
         on_update="recompute",

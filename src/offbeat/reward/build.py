@@ -14,6 +14,7 @@ import httpx
 from offbeat.config import RewardSourceSection
 from offbeat.errors import UserError
 from offbeat.records import ScoreItem
+from offbeat.reward.cache import shared_cache
 from offbeat.reward.disrm import DisRM
 from offbeat.reward.function import FunctionSource
 from offbeat.reward.genrm import GenRM
@@ -35,6 +36,8 @@ def build_source(
     replace_engine: Callable[[int], Awaitable[Generator]] | None = None,
     replace_scorer: Callable[[int], Awaitable[Scorer]] | None = None,
     start_deadline_seconds: float = 600.0,
+    cache_path: Path | None = None,
+    seed: int = 0,
 ) -> RewardSource:
     """The source, not started. `base` is where function files are looked up (the current folder).
 
@@ -43,6 +46,8 @@ def build_source(
     the network of a base_url.
     `replace_engine` and `replace_scorer` end a replica that died and return a started one in its
     place, within `start_deadline_seconds`.
+    `cache_path` is the file of a genrm's verdict cache, one for all sources of a process that name
+    it. `seed` is the run's; engines have theirs from who made them (`identity.source_seed`).
     """
     if section.kind == "function":
         return FunctionSource(name, section, base or Path.cwd())
@@ -57,8 +62,10 @@ def build_source(
             replace_scorer=replace_scorer,
             start_deadline_seconds=start_deadline_seconds,
         )
+    cache = None if cache_path is None else shared_cache(cache_path)
     if section.base_url is not None:
-        return GenRM(name, section, HttpBackend(section, name=name, transport=transport))
+        server = HttpBackend(section, name=name, transport=transport, seed=seed)
+        return GenRM(name, section, server, cache)
     tokenizer = tokenizer_path or section.model
     if tokenizer is None:
         raise UserError(
@@ -75,4 +82,4 @@ def build_source(
         replace_engine=replace_engine,
         start_deadline_seconds=start_deadline_seconds,
     )
-    return GenRM(name, section, judge)
+    return GenRM(name, section, judge, cache)
