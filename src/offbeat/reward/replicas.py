@@ -109,6 +109,11 @@ class Replicas(Generic[M]):
         """The replicas in routing, by index."""
         return {index: life.engine for index, life in sorted(self._serving.items())}
 
+    @property
+    def down_since(self) -> float | None:
+        """Since when (the event loop's time) no replica has been in routing; None while one is."""
+        return None if self._serving else self._empty_since
+
     async def call(self, ask: Callable[[M], Awaitable[T]]) -> T:
         """The answer of the least busy replica, within the deadline of one call.
 
