@@ -5,7 +5,7 @@ thousand of them takes more than ten milliseconds of the event loop a call. This
 that are idle on a stack. Messages are h11's, addresses, keys, redirects and encodings httpx's.
 
 It has no time limits of its own: whoever asks sets a deadline around the call, and a call that is
-given up closes its connection.
+given up closes its connection. It tries nothing twice.
 """
 
 from __future__ import annotations
@@ -48,25 +48,7 @@ class Connections(httpx.AsyncBaseTransport):
         port = url.port or (443 if url.scheme == "https" else 80)
         origin = (url.scheme, url.host, port)
         content = await request.aread()
-        used = self._take(origin)
-        if used is not None:
-            try:
-                return await self._exchange(used, origin, request, content)
-            except httpx.TransportError:
-                if used.heard:
-                    raise
-                # The server had closed it, or was about to: nothing of the answer is lost.
-        return await self._exchange(await self._connect(origin), origin, request, content)
-
-    async def aclose(self) -> None:
-        """Closes all connections, also those under way."""
-        for connection in list(self._open):
-            self._close(connection)
-        self._idle.clear()
-
-    async def _exchange(
-        self, connection: _Connection, origin: Origin, request: httpx.Request, content: bytes
-    ) -> httpx.Response:
+        connection = self._take(origin) or await self._connect(origin)
         try:
             head = await connection.ask(request, content)
         except BaseException:
@@ -78,6 +60,12 @@ class Connections(httpx.AsyncBaseTransport):
             stream=_Body(self, connection, origin),
             extensions={"http_version": b"HTTP/1.1", "reason_phrase": bytes(head.reason)},
         )
+
+    async def aclose(self) -> None:
+        """Closes all connections, also those under way."""
+        for connection in list(self._open):
+            self._close(connection)
+        self._idle.clear()
 
     async def _connect(self, origin: Origin) -> _Connection:
         scheme, host, port = origin
@@ -100,7 +88,6 @@ class Connections(httpx.AsyncBaseTransport):
         while idle:
             connection = idle.pop()
             if connection.is_open:
-                connection.heard = False
                 return connection
             self._close(connection)
         return None
@@ -127,8 +114,6 @@ class _Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._wire = h11.Connection(h11.CLIENT)
-        self.heard = False
-        """Whether anything of the answer has come."""
         self.idle_since = 0.0
 
     @property
@@ -165,9 +150,7 @@ class _Connection:
         """The next part of the answer."""
         try:
             while (event := self._wire.next_event()) is h11.NEED_DATA:
-                data = await self._reader.read(CHUNK)
-                self.heard = self.heard or bool(data)
-                self._wire.receive_data(data)
+                self._wire.receive_data(await self._reader.read(CHUNK))
         except h11.RemoteProtocolError as error:
             raise httpx.RemoteProtocolError(str(error)) from error
         except OSError as error:

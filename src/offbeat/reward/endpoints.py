@@ -19,13 +19,12 @@ import httpx
 
 from offbeat.errors import OffbeatError, UserError
 from offbeat.reward.breaker import AdaptiveLimit, Breaker
+from offbeat.reward.connections import Connections, needs_proxy
 from offbeat.reward.limiter import shared_limiter
 
 LARGEST_BODY = 1_000_000
 """An answer of more bytes is not a verdict."""
 PROBE_SECONDS = 10.0
-LANE = 16
-"""Connections of one HTTP client: each call costs it time in proportion to all that it has."""
 _TOO_LONG = ("context_length_exceeded", "context length", "maximum context", "too long")
 _OF_THE_SERVER = frozenset({401, 402, 403, 404, 405, 501})
 """Refusals that another server need not share: its key, its models, its routes."""
@@ -101,9 +100,8 @@ class Endpoint:
         self._source, self._transport = source, transport
         self._deadline = deadline_seconds
         self._key: str | None = None
-        self._tls: ssl.SSLContext | None = None
-        self._lanes: list[httpx.AsyncClient] = []
-        self._free: list[httpx.AsyncClient] = []
+        self._client: httpx.AsyncClient | None = None
+        self._urls: dict[str, httpx.URL] = {}  # by path, read once
         self.limiter = shared_limiter(self.address, "")
         self.breaker = Breaker()
         self.adaptive = AdaptiveLimit(concurrency)
@@ -120,14 +118,23 @@ class Endpoint:
 
     def start(self, key: str | None, tls: ssl.SSLContext) -> None:
         """From here on it may be asked, with this key."""
-        self._key, self._tls = key, tls
+        self._key = key
+        proxied = needs_proxy(httpx.URL(self.address))
+        self._client = httpx.AsyncClient(
+            transport=self._transport or (None if proxied else Connections(tls)),
+            auth=self._auth,
+            headers={"Authorization": f"Bearer {key}"} if key else None,
+            timeout=max(self._deadline, PROBE_SECONDS),
+            limits=httpx.Limits(max_connections=None),
+            verify=tls,
+        )
         self.limiter = shared_limiter(self.address, f"{key}\n{self._auth}")
         self.breaker, self.out_since, self.problem = Breaker(), None, ""
 
     async def stop(self) -> None:
         """Closes the connections."""
-        lanes, self._lanes, self._free, self._tls = self._lanes, [], [], None
-        for client in lanes:
+        client, self._client = self._client, None
+        if client is not None:
             await client.aclose()
 
     @property
@@ -229,36 +236,18 @@ class Endpoint:
         self, method: str, path: str, content: bytes | None = None
     ) -> tuple[int, bytes, httpx.Headers]:
         """Status, body (of a bit more than `LARGEST_BODY` bytes at most) and headers."""
-        client = self._lane()
-        try:
-            request = client.build_request(
-                method, f"{self.address}{path}", content=content, headers=_HEADERS
-            )
-            response = await client.send(request, stream=True)
-            try:
-                return response.status_code, await _read(response), response.headers
-            finally:
-                await response.aclose()
-        finally:
-            if not client.is_closed:
-                self._free.append(client)
-
-    def _lane(self) -> httpx.AsyncClient:
-        """A client with a connection to spare; each is in `_free` once for each of them."""
-        if self._tls is None:
+        client = self._client
+        if client is None:
             raise CallFailed("unavailable", f"the client of {self.address} is not started")
-        if not self._free:
-            client = httpx.AsyncClient(
-                transport=self._transport,
-                auth=self._auth,
-                headers={"Authorization": f"Bearer {self._key}"} if self._key else None,
-                timeout=max(self._deadline, PROBE_SECONDS),
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=LANE),
-                verify=self._tls,
-            )
-            self._lanes.append(client)
-            self._free = [client] * LANE
-        return self._free.pop()
+        url = self._urls.get(path)
+        if url is None:
+            url = self._urls[path] = httpx.URL(f"{self.address}{path}")
+        request = client.build_request(method, url, content=content, headers=_HEADERS)
+        response = await client.send(request, stream=True)
+        try:
+            return response.status_code, await _read(response), response.headers
+        finally:
+            await response.aclose()
 
 
 async def _read(response: httpx.Response) -> bytes:
