@@ -43,7 +43,7 @@ PAUSE_LIMIT_SECONDS = 8.0
 OUTAGES_A_CALL = 3
 """A call that meets more outages than this is likelier what brings servers down than a victim."""
 GRACE_SECONDS = 2.0
-GRANTS_A_TURN = 8
+GRANTS_A_TURN = 32
 """Calls begun in one turn of the event loop, so that a thousand at once do not stop it."""
 
 

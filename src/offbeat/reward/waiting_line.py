@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 
 from offbeat.reward.endpoints import Endpoint
 
+LOOKAHEAD = 64
+"""Calls that are asked again and looked at in one round: those behind them wait for theirs."""
+
 
 @dataclass(slots=True, eq=False)
 class PendingCall:
@@ -51,7 +54,8 @@ class WaitingLine:
         return len(self._again) + len(self._fresh)
 
     def __iter__(self) -> Iterator[PendingCall]:
-        return itertools.chain(self._again.values(), self._fresh.values())
+        again = itertools.islice(self._again.values(), LOOKAHEAD)
+        return itertools.chain(again, self._fresh.values())
 
     @property
     def has_fresh(self) -> bool:
@@ -70,7 +74,7 @@ class WaitingLine:
 
     def fail_all(self, error: Exception) -> None:
         """Ends all that wait with an error."""
-        for call in list(self):
+        for call in [*self._again.values(), *self._fresh.values()]:
             self.drop(call)
             if not call.turn.done():
                 call.turn.set_exception(error)
