@@ -1,7 +1,7 @@
-"""The command line: init, check, train, eval, plot, doctor.
+"""The command line: init, check, train, eval, score, plot, doctor.
 
 Exit codes: 0 done; 2 something that the user mends, said in one sentence on stderr; 1 a run that
-failed or an error of ours; 130 interrupted. torch and Ray are imported by train and eval only.
+failed or an error of ours; 130 interrupted. torch and Ray are imported where a model runs only.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
@@ -95,11 +96,31 @@ def _parser() -> argparse.ArgumentParser:
     add("train", _train, "check and train")
     evaluate = add("eval", _eval, "validation of a model directory")
     evaluate.add_argument("--model", type=Path, help="model directory; default: [model].path")
+    _add_score(add("score", _score, "score a file of answers with a run's reward sources"))
     plot = add("plot", _plot, "draw a run's curves", config=False)
     plot.add_argument("run_dir", type=Path, metavar="RUN", help="a run's directory")
     plot.add_argument("-o", "--out", type=Path, required=True, help="PNG file to write")
     add("doctor", _doctor, "say what is installed, whether it fits, and the mends", config=False)
     return parser
+
+
+def _add_score(score: argparse.ArgumentParser) -> None:
+    option = score.add_argument
+    option("file", type=Path, metavar="FILE", help=".jsonl or .parquet: [data]'s columns + answers")
+    option("-o", "--out", type=Path, help="file to write; default: FILE with .scored in its name")
+    option("--answer-column", default="completion", metavar="C", help="default: completion")
+    option("--group-column", metavar="C", help="rows on end with equal values are one prompt's")
+    option("--sources", metavar="A,B", help="names of the sources to ask; default: all of the run")
+    option("--into", default="reward", metavar="C", help="column of the total; default: reward")
+    option("--in-flight", type=_positive, metavar="N", help="rows under way at once at most")
+    option("--retry-failed", action="store_true", help="go on, and score failed rows once more")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(text)
+    return value
 
 
 def _init(options: argparse.Namespace, overrides: list[str]) -> int:
@@ -157,6 +178,23 @@ def _eval(options: argparse.Namespace, overrides: list[str]) -> int:
     config = load_config(options.config, overrides, files=False)
     asyncio.run(evaluate(config, options.model, print))
     return 0
+
+
+def _score(options: argparse.Namespace, overrides: list[str]) -> int:
+    from offbeat.cli_score import ScoreOptions, score
+
+    chosen = ScoreOptions(
+        file=options.file,
+        out=options.out,
+        answer_column=options.answer_column,
+        group_column=options.group_column,
+        sources=options.sources,
+        into=options.into,
+        in_flight=options.in_flight,
+        retry_failed=options.retry_failed,
+    )
+    note = partial(print, "offbeat:", file=sys.stderr)
+    return score(options.config, overrides, chosen, print, note)
 
 
 def _plot(options: argparse.Namespace, overrides: list[str]) -> int:

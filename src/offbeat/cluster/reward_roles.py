@@ -14,6 +14,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from offbeat.cluster.build import Standing, make_rewards
 from offbeat.cluster.local import LocalReplicas
 from offbeat.cluster.plan import check_memory, plan_pools
+from offbeat.cluster.signals import end_on_sigterm
 from offbeat.cluster.specs import RunSpec
 from offbeat.config import Config
 from offbeat.errors import OffbeatError, UserError
@@ -87,7 +88,8 @@ async def _on_ray(config: Config, run: RunSpec, say: Say) -> AsyncIterator[Stand
     check_memory(config, run.device)
     plans = [plan for plan in plan_pools(config) if plan.name.startswith("reward/")]
     say(f"starting {', '.join(plan.name for plan in plans)} on Ray")
-    connect(config, run.device)
+    connect(config, run.device)  # in the main thread: Ray sets signal handlers
+    end_on_sigterm()  # Ray has put its own in place
     pools = {}
     judges, scorers = {}, {}
     try:
