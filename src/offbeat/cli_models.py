@@ -11,7 +11,10 @@ from offbeat.config import Config, RewardSourceSection
 from offbeat.errors import UserError
 from offbeat.model_files import architectures, check_weights
 
-CLASSIFIER = "ForSequenceClassification"
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")
+WRITERS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+HEADS = ("score", "classif")
+"""What the tensors of a head that classifies are called, in a model that writes otherwise."""
 
 
 def check_models(config: Config, *, assumed: bool) -> None:
@@ -33,7 +36,7 @@ def _elsewhere(model: Path, assumed: bool) -> bool:
 
 def _check_generates(model: Path, key: str) -> None:
     names = architectures(model, key)
-    if names and all(name.endswith(CLASSIFIER) for name in names):
+    if names and all(name.endswith(CLASSIFIERS) for name in names):
         raise UserError(
             f"{key}: the model in {model} classifies ({', '.join(names)}) and writes no text; give "
             "a causal language model"
@@ -59,14 +62,32 @@ def _check_answers_by_trainer(model: Path) -> None:
         ) from None
 
 
+def _check_classifies(model: Path, key: str) -> None:
+    """Refuses a model that writes, unless its files have a head beside the one for text."""
+    names = architectures(model, key)
+    files = sorted(model.glob("*.safetensors"))
+    if not names or not files or not all(name.endswith(WRITERS) for name in names):
+        return
+    from safetensors import safe_open
+
+    for file in files:
+        with safe_open(file, "np") as opened:
+            if any(head in tensor for tensor in opened.keys() for head in HEADS):  # noqa: SIM118
+                return
+    raise UserError(
+        f"{key}: the model in {model} writes text ({', '.join(names)}) and has no head that "
+        "scores; give a model that was trained to classify sequences or tokens"
+    )
+
+
 def check_reward_model(name: str, source: RewardSourceSection) -> None:
     """The tokenizer is loaded as the replica loads it, so that both refuse the same."""
     key, model = f"reward.{name}.model", Path(source.model or "")
     if source.kind == "genrm":
         _check_generates(model, key)
-    else:
-        architectures(model, key)
     check_weights(model, key)
+    if source.kind == "disrm":
+        _check_classifies(model, key)
     from offbeat.reward.classifier import read_config
     from offbeat.reward.structure import check_spelling, structure_of
     from offbeat.reward.template import load_tokenizer

@@ -83,6 +83,21 @@ def test_models_that_cannot_play_their_role_are_refused_by_setting(
         check_models(run_of(copy), assumed=False)
 
 
+def a_writer(folder: Path) -> None:
+    """The weights of a causal language model in the scorer's place."""
+    shutil.copy(folder.parent / "actor" / "model.safetensors", folder / "model.safetensors")
+    describe(folder, architectures=["LlamaForCausalLM"])
+
+
+def test_a_model_that_writes_is_no_scorer(models: Path, tmp_path: Path) -> None:
+    shutil.copytree(models, tmp_path / "models")
+    describe(tmp_path / "models" / "scorer", architectures=["BertLMHeadModel"])
+    check_models(run_of(tmp_path / "models"), assumed=False)  # it has a head for scores too
+    a_writer(tmp_path / "models" / "scorer")
+    with pytest.raises(UserError, match=r"reward\.s\.model: .*writes text \(LlamaForC"):
+        check_models(run_of(tmp_path / "models"), assumed=False)
+
+
 def of_tokens(folder: Path) -> None:
     two_labels(folder)
     describe(folder, architectures=["BertForTokenClassification"])
