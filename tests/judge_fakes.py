@@ -84,13 +84,13 @@ def judged(
     judge: StubJudge,
     items: Sequence[ScoreItem],
     *,
-    cache: VerdictCache | None = None,
+    kept: VerdictCache | None = None,
     **settings: Any,
 ) -> tuple[list[Reward], dict[str, float]]:
     """The rewards and the source's facts behind them."""
 
     async def main() -> tuple[list[Reward], dict[str, float]]:
-        source = GenRM("judge", section(**settings), judge, cache)
+        source = GenRM("judge", section(**settings), judge, kept)
         await source.start()
         try:
             rewards = await asyncio.wait_for(source.score(items), 60)

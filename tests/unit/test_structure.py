@@ -43,9 +43,21 @@ def form(**settings: Any) -> Structure:
     return found
 
 
+def words(**settings: Any) -> tuple[str, ...]:
+    return form(**settings).choices
+
+
 @pytest.mark.parametrize(
     ("parser", "structured", "engine", "enforced"),
     [
+        ("rubric", "auto", "vllm", True),
+        ("choice", "auto", "vllm", True),
+        ("last_number", "auto", "vllm", False),
+        ("last_number", "on", "vllm", True),
+        ("expected", "auto", "vllm", False),
+        ("expected", "on", "vllm", False),
+        ("rubric", "off", "vllm", False),
+        ("choice", "auto", "transformers", False),
         ("json", "auto", "vllm", True),
         ("yes_no", "auto", "vllm", True),
         ("number", "auto", "vllm", False),
@@ -56,7 +68,9 @@ def form(**settings: Any) -> Structure:
     ],
 )
 def test_when_a_form_is_enforced(parser: str, structured: str, engine: str, enforced: bool) -> None:
-    found = structure_of(section(parser=parser, structured=structured, engine=engine))
+    more: dict[str, Any] = {"choices": {"good": 1, "bad": 0}} if parser == "choice" else {}
+    more |= {"rubric": ["a"]} if parser == "rubric" else {}
+    found = structure_of(section(parser=parser, structured=structured, engine=engine, **more))
     assert (found is not None) == enforced
     if found is not None:
         assert sum(map(bool, (found.json_schema, found.regex, found.choices))) == 1
@@ -77,7 +91,24 @@ def test_the_schema() -> None:
         "required": ["score"],
         "additionalProperties": False,
     }
-    assert form(parser="yes_no").choices == ("yes", "no")
+    assert words(parser="yes_no") == ("yes", "no")
+    assert words(parser="choice", choices={"good": 1, "so so": 0.5}) == ("good", "so so")
+    assert words(pairwise="all") == ("A", "B", "tie")
+    assert words(pairwise="all", choices={"one": 1, "two": 0}) == ("one", "two")
+
+
+def test_the_schema_of_a_rubric() -> None:
+    schema = json.loads(form(parser="rubric", rubric=["a", "b"], scale=(0, 5)).json_schema or "")
+    grade = {"type": "number", "minimum": 0, "maximum": 5}
+    assert schema["properties"] == {"1": grade, "2": grade}
+    assert (schema["required"], schema["additionalProperties"]) == (["1", "2"], False)
+    own = structure_of(section(parser="rubric", rubric=["a", "b"]), criteria=3)
+    assert own is not None
+    assert json.loads(own.json_schema or "")["required"] == ["1", "2", "3"]
+    assert structure_of(section(parser="rubric")) is None  # each row has its own
+    fields = server_fields(section(parser="rubric"), criteria=1)["response_format"]
+    assert fields["json_schema"]["schema"]["required"] == ["1"]
+    assert server_fields(section(parser="rubric")) == {}
 
 
 @given(st.data(), st.sampled_from(SCALES))
@@ -89,6 +120,20 @@ def test_numbers_that_the_form_admits_are_read(data: st.DataObject, scale: Any) 
     assert isinstance(read, Grade) if inside else read.cause == "out_of_range"  # type: ignore[union-attr]
     if isinstance(read, Grade):
         assert read.grade == float(text)
+
+
+@given(st.data(), st.sampled_from(SCALES))
+def test_last_numbers_that_the_form_admits_are_read(data: st.DataObject, scale: Any) -> None:
+    pattern = form(parser="last_number", scale=scale).regex
+    text = data.draw(st.from_regex(f"(?:{pattern})", fullmatch=True))
+    last = text.rpartition("\n")[2]
+    read = parse_verdict(text, "last_number", scale)
+    if scale[0] <= float(last) <= scale[1]:
+        assert isinstance(read, Grade)
+        assert read.grade == float(last)
+    else:
+        assert isinstance(read, Unread)
+        assert read.cause == "out_of_range"
 
 
 @given(
@@ -108,6 +153,10 @@ def test_json_that_the_form_admits_is_read(
 def test_choices_are_read() -> None:
     values = [parse_verdict(c, "yes_no", (0, 1)) for c in form(parser="yes_no").choices]
     assert values == [Grade(1.0, 1.0), Grade(0.0, 0.0)]
+    choices = {"correct": 1.0, "partly correct": 0.5, "not correct": 0.25, "wrong": 0.0}
+    for said in words(parser="choice", choices=choices):
+        read = parse_verdict(said, "choice", (0, 1), choices=choices)
+        assert read == Grade(choices[said], choices[said])
 
 
 def byte_level() -> PreTrainedTokenizerFast:
@@ -158,8 +207,8 @@ def test_random_walks_through_xgrammar_are_read(tmp_path: Path) -> None:
         info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer))
         compiler = xgrammar.GrammarCompiler(info)
         for scale in SCALES:
-            for parser in ("json", "number"):
-                structure = form(parser=parser, scale=scale)
+            for parser in ("json", "number", "rubric"):
+                structure = form(parser=parser, scale=scale, rubric=["a", "b"])
                 grammar = (
                     compiler.compile_json_schema(structure.json_schema, any_whitespace=False)
                     if structure.json_schema
@@ -167,12 +216,29 @@ def test_random_walks_through_xgrammar_are_read(tmp_path: Path) -> None:
                 )
                 for _ in range(10):
                     text = walk(xgrammar, grammar, tokenizer, rng)
-                    read = parse_verdict(text, parser, scale)  # type: ignore[arg-type]
+                    read = parse_verdict(text, parser, scale, criteria=["a", "b"])  # type: ignore[arg-type]
                     walked += 1
                     grades += isinstance(read, Grade)
                     if isinstance(read, Unread):
                         assert (parser, read.cause) == ("number", "out_of_range"), text
     assert grades > walked / 2
+
+
+def test_reasons_may_come_before_a_last_number(tmp_path: Path) -> None:
+    """xgrammar's form of last_number: lines as they please, and an end only behind a number."""
+    xgrammar = pytest.importorskip("xgrammar")
+    tokenizer = byte_level()
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer))
+    grammar = xgrammar.GrammarCompiler(info).compile_regex(form(parser="last_number").regex)
+    for text, complete in (
+        ("8", True),
+        ("2 errors.\n\n8.5", True),
+        ("good", False),
+        ("8\n", False),
+    ):
+        matcher = xgrammar.GrammarMatcher(grammar)
+        assert all(map(matcher.accept_token, tokenizer(text)["input_ids"])), text
+        assert matcher.accept_token(tokenizer.eos_token_id) == complete, text
 
 
 def walk(xgrammar: Any, grammar: Any, tokenizer: Any, rng: random.Random) -> str:

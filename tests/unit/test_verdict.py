@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import math
 import time
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offbeat.config import RewardSourceSection
+from offbeat.reward.expected import expected_value, shown, weighed_verdicts
 from offbeat.reward.verdict import Grade, Parser, Unread, parse_verdict
 
 SCALE = (1.0, 10.0)
+CHOICES = {"correct": 1.0, "partly correct": 0.5, "incorrect": 0.0, "A": -2.0, "B": 7.5}
+CRITERIA = ("is right", "is short")
+PARSERS = get_args(Parser)
+
+
+def read(text: str, parser: Parser, truncated: bool = False, **more: Any) -> Grade | Unread:
+    settings = {"choices": CHOICES, "criteria": CRITERIA} | more
+    return parse_verdict(text, parser, SCALE, truncated=truncated, **settings)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +88,7 @@ def test_j2_no_number(text: str, cause: str) -> None:
     assert read.reason
 
 
-@pytest.mark.parametrize("parser", ["number", "yes_no", "json"])
+@pytest.mark.parametrize("parser", PARSERS)
 @pytest.mark.parametrize(
     "text",
     [
@@ -87,12 +100,19 @@ def test_j2_no_number(text: str, cause: str) -> None:
         *(letter * 19_999 for letter in "[{/ \nn"),
         "not " * 5000,
         "n't " * 5000,
+        "correct not " * 1600,
+        "not correct partly " * 1000,
+        "A-" * 9000,
+        "verdict: " * 2000,
+        "</think>" * 2000,
+        '{"1": ' * 3000,
+        "not 8 or 9\n" * 1600,
     ],
     ids=lambda text: f"{text[:4]!r}x{len(text)}",
 )
 def test_j2_bounded_time(parser: Parser, text: str) -> None:
     start = time.thread_time()
-    assert isinstance(parse_verdict(text, parser, SCALE), Unread)
+    assert isinstance(read(text, parser), Unread)
     assert time.thread_time() - start < 0.5
 
 
@@ -145,8 +165,10 @@ def test_truncated_verdicts() -> None:
     assert isinstance(read('{"score": 8'), Unread)
 
 
+WORDS = [*CHOICES, "not", "n't", "no", "yes", "verdict", ":", "\n", ".", " ", "8", '{"1": 8', "}"]
 TEXTS = st.one_of(
     st.text(),
+    st.lists(st.sampled_from(WORDS), max_size=12).map(" ".join),
     st.text(alphabet='0123456789.-+/ \n:{}"scoreSCOREgadeinfNaNyesno*%,eE', max_size=60),
     st.from_regex(r"(Score|Grade)?:? ?-?[0-9]{1,3}(\.[0-9]+)?(/10)?( or [0-9])?", fullmatch=True),
     st.builds('{{"score": {}}}'.format, st.one_of(st.floats(), st.integers(), st.text())),
@@ -156,20 +178,24 @@ TEXTS = st.one_of(
 @settings(max_examples=250, deadline=None)
 @given(
     text=TEXTS,
-    parser=st.sampled_from(["number", "yes_no", "json"]),
+    parser=st.sampled_from(PARSERS),
     scale=st.sampled_from([(1.0, 10.0), (0.0, 1.0), (-5.0, 5.0), (0.5, 0.75)]),
     truncated=st.booleans(),
 )
 def test_never_raises_never_leaves_the_scale(
     text: str, parser: Parser, scale: tuple[float, float], truncated: bool
 ) -> None:
-    read = parse_verdict(text, parser, scale, truncated=truncated)
-    if isinstance(read, Grade):
-        assert 0.0 <= read.value <= 1.0
-        if parser != "yes_no":
-            assert scale[0] <= read.grade <= scale[1]
+    found = parse_verdict(
+        text, parser, scale, truncated=truncated, choices=CHOICES, criteria=CRITERIA
+    )
+    if isinstance(found, Unread):
+        assert found.cause in {"unparseable", "out_of_range"}
+    elif parser == "choice":
+        assert found.value in CHOICES.values()
     else:
-        assert read.cause in {"unparseable", "out_of_range"}
+        assert 0.0 <= found.value <= 1.0
+        if parser != "yes_no":
+            assert scale[0] <= found.grade <= scale[1]
 
 
 @settings(max_examples=200, deadline=None)
@@ -177,3 +203,262 @@ def test_never_raises_never_leaves_the_scale(
 def test_every_grade_of_the_scale_is_read(grade: float, form: str) -> None:
     read = parse_verdict(form.format(grade), "number", SCALE)
     assert read == Grade(grade, pytest.approx((grade - 1) / 9))
+
+
+@pytest.mark.parametrize("parser", ["number", "last_number", "json"])
+@pytest.mark.parametrize("text", ["8", "Score: 8/10", "**8**", "8.0", '{"score": 8}'])
+def test_j1_for_every_parser_of_numbers(parser: Parser, text: str) -> None:
+    if parser == "json" and "{" not in text:
+        assert read(text, parser) == Unread(
+            "unparseable", "no JSON object with a score, grade, rating or verdict"
+        )
+    else:
+        assert read(text, parser) == Grade(8.0, pytest.approx(7 / 9))
+
+
+@pytest.mark.parametrize("parser", ["number", "last_number", "json", "rubric"])
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("", "unparseable"), ("I cannot judge this", "unparseable"), ("eight-ish", "unparseable"),
+        ("11", "out_of_range"), ("-3", "out_of_range"), ("NaN", "unparseable"),
+        ("8 or 9", "unparseable"), ("8 " * 5_000_000, "unparseable"),
+    ],
+    ids=lambda value: value[:12],
+)  # fmt: skip
+def test_j2_for_every_parser_of_numbers(parser: Parser, text: str, cause: str) -> None:
+    if parser in {"json", "rubric"}:
+        cause = "unparseable"
+        said = text if len(text) < 20 else "many"
+        forms = [text, json.dumps({"score": said}), json.dumps({"1": said, "2": 8})]
+    else:
+        forms = [text]
+    for form in forms:
+        found = read(form, parser)
+        assert isinstance(found, Unread)
+        expected = cause
+        if form != text and text in {"11", "-3"} and found.cause == "out_of_range":
+            expected = "out_of_range"
+        assert found.cause == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "grade"),
+    [
+        ("There are 2 errors in 10 lines.\nSo it is worth\n8", 8),
+        ("Reasons 1 and 2.\n\n**Score: 8/10**\n\n", 8),
+        ("It is 3 of 4 right.\nScore (1-10): 8", 8),
+        ("Score: 10\nNo, that was wrong.\nGrade = 2", 2),
+        ("because\n8 out of 10.", 8),
+        ('because\n```json\n{"score": 8}\n```', 8),
+        ('I weigh it.\n{\n  "score": 8,\n  "max": 10\n}', 8),
+        ("<think>maybe 3, maybe 4</think>\n8", 8),
+        ("1 2 3</think>8", 8),
+        ("x\n" * 100_000 + "8", 8),
+        ("I give it an 8", 8),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_the_last_line_counts(text: str, grade: float) -> None:
+    assert read(text, "last_number") == Grade(grade, pytest.approx((grade - 1) / 9))
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("8\nThat is all.", "unparseable"),
+        ("There are 2 errors. Score: 8", "unparseable"),
+        ("8\n8 or 9", "unparseable"),
+        ("8\n7-9", "unparseable"),
+        ("8\n8 and 8", "unparseable"),
+        ('8\n{"score": 8', "unparseable"),
+        ("Score (1-5): 8", "unparseable"),
+        ("Score: 8\n11", "out_of_range"),
+        ("8\n```\n", None),
+        ("8\n{", "unparseable"),
+        ('{"score": 3}\n{"score": 8}}', None),
+        ('{"score": 3}\n}', None),
+        ("8\n" + "9" * 30_000, "unparseable"),
+        ("8\n" * 300_000, "unparseable"),
+        (" \n** \n", "unparseable"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_other_lines_do_not(text: str, cause: str | None) -> None:
+    found = read(text, "last_number")
+    assert isinstance(found, Grade) if cause is None else found.cause == cause  # type: ignore[union-attr]
+
+
+def test_a_last_line_that_may_go_on_is_no_verdict() -> None:
+    for text in ("I see 3", "8", "Score: 8\n", '{"score": 8}'):
+        found = read(text, "last_number", truncated=True)
+        assert isinstance(found, Unread)
+        assert "max_tokens" in found.reason
+
+
+def test_what_is_only_thought_is_no_verdict() -> None:
+    for parser in PARSERS:
+        assert isinstance(read("<think>8 correct yes", parser), Unread)
+        assert isinstance(read('<think>8 correct yes {"1":8,"2":8}</think>', parser), Unread)
+    assert read("<think>no, 3</think> yes", "yes_no") == Grade(1.0, 1.0)
+    assert read('<think>{"score": 2}</think>{"score": 8}', "json") == Grade(
+        8.0, pytest.approx(7 / 9)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("correct", 1.0),
+        ("**Correct.**", 1.0),
+        ("The answer is partly  correct.", 0.5),
+        ("incorrect, as the sum is wrong", 0.0),
+        ("Incorrect: it is not right.", 0.0),
+        ("A", -2.0),
+        ("b", 7.5),
+        ("(A)", -2.0),
+        ("'B'", 7.5),
+        ("_B_", 7.5),
+        ("a better one: B", 7.5),
+        ("I can't say that it is incorrect.\nVerdict: partly correct", 0.5),
+        ("Not incorrect. Not correct.\n\n**Verdict:** partly correct\n", 0.5),
+        ("It isn't wrong.\ncorrect", 1.0),
+    ],
+)
+def test_choices(text: str, value: float) -> None:
+    assert read(text, "choice") == Grade(value, value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "correctly", "correctness", "incorrectly", "correct or incorrect", "not correct",
+        "It isn't correct", "never partly correct", "neither A nor B", "A or B", "A-", "B+", "AB",
+        "correct-ish", "Verdict: A\nVerdict: B", "It says\nVerdict: A\nbut B is better",
+        "I cannot judge this", "correct. Or incorrect.", "A.5", "1", "c o r r e c t",
+    ],
+)  # fmt: skip
+def test_no_choice(text: str) -> None:
+    found = read(text, "choice")
+    assert isinstance(found, Unread)
+    assert found.cause == "unparseable"
+
+
+def test_choices_of_equal_value_do_not_contradict() -> None:
+    same = {"right": 1.0, "correct": 1.0, "wrong": 0.0}
+    assert read("Right, it is correct", "choice", choices=same) == Grade(1.0, 1.0)
+    assert isinstance(read("Right or wrong", "choice", choices=same), Unread)
+
+
+def test_a_choice_that_denies_in_its_own_words() -> None:
+    both = {"not correct": 0.0, "correct": 1.0}
+    assert read("It is not correct.", "choice", choices=both) == Grade(0.0, 0.0)
+    assert isinstance(read("It is never not correct.", "choice", choices=both), Unread)
+
+
+def test_a_choice_that_was_cut() -> None:
+    longer = {"partly": 0.2, "partly correct": 0.5, "correct": 1.0}
+    assert isinstance(read("partly", "choice", True, choices=longer), Unread)
+    assert isinstance(read("It is partly ", "choice", True, choices=longer), Unread)
+    assert read("partly", "choice", choices=longer) == Grade(0.2, 0.2)
+    assert read("partly correct", "choice", True, choices=longer) == Grade(0.5, 0.5)
+    assert read("correct because", "choice", True, choices=longer) == Grade(1.0, 1.0)
+
+
+@given(
+    st.sampled_from(sorted(CHOICES)),
+    st.sampled_from(["{}", "**{}**", "Verdict: {}", "({}).", "{}\n"]),
+)
+def test_every_choice_is_read(choice: str, form: str) -> None:
+    assert read(form.format(choice), "choice") == Grade(CHOICES[choice], CHOICES[choice])
+
+
+@pytest.mark.parametrize(
+    ("text", "grade"),
+    [
+        ('{"1": 8, "2": 10}', 9.0),
+        ('Here: {"2": 10, "1": "8/10"}', 9.0),
+        ('```json\n{"1": 8.0, "2": 10, "reason": "2 lines"}\n```', 9.0),
+        ('{"Is right": 8, "is short.": 10}', 9.0),
+        ('{"grades": {"1": 1, "2": 1}}', 1.0),
+    ],
+)
+def test_a_rubric_is_the_mean_of_its_criteria(text: str, grade: float) -> None:
+    assert read(text, "rubric") == Grade(grade, pytest.approx((grade - 1) / 9))
+
+
+@pytest.mark.parametrize(
+    ("text", "cause", "word"),
+    [
+        ('{"1": 8}', "unparseable", "no grade for criterion 2"),
+        ('{"1": 8, "2": 9, "3": 1}', "unparseable", "not among the criteria"),
+        ('{"1": 8, "2": 9, "total": 17}', "unparseable", "not among the criteria"),
+        ('{"1": 8, "is right": 9, "2": 3}', "unparseable", "graded twice"),
+        ('{"1": 8, "2": 11}', "out_of_range", "criterion 2"),
+        ('{"1": 8, "2": null}', "unparseable", "criterion 2"),
+        ('{"1": 8, "2": true}', "unparseable", "criterion 2"),
+        ('{"1": 8, "2": [9]}', "unparseable", "criterion 2"),
+        ('{"1": 8, "2": "8 or 9"}', "unparseable", "criterion 2"),
+        ('{"1": 8, "2": NaN}', "unparseable", "no JSON"),
+        ('{"1": 8, "1": 9, "2": 3}', "unparseable", "no JSON"),
+        ('{"1": 8, "2": 9', "unparseable", "no JSON"),
+        ('{"1": 8, "2": 9} or {"1": 8, "2": 9}', "unparseable", "2 JSON objects"),
+        ("[8, 9]", "unparseable", "no JSON"),
+        ("8\n9", "unparseable", "no JSON"),
+    ],
+)
+def test_no_rubric(text: str, cause: str, word: str) -> None:
+    found = read(text, "rubric")
+    assert isinstance(found, Unread)
+    assert (found.cause, word in found.reason) == (cause, True), found
+
+
+@given(st.lists(st.integers(1, 10), min_size=1, max_size=6))
+def test_a_rubric_of_any_size(grades: list[int]) -> None:
+    said = {str(number): grade for number, grade in enumerate(grades, 1)}
+    found = read(json.dumps(said), "rubric", criteria=[f"criterion {i}" for i in said])
+    mean = sum(grades) / len(grades)
+    assert found == Grade(pytest.approx(mean), pytest.approx((mean - 1) / 9))
+
+
+def weighed(**settings: Any) -> dict[str, float]:
+    base = {"kind": "genrm", "model": "m", "parser": "expected"}
+    return weighed_verdicts(RewardSourceSection.model_validate(base | settings))
+
+
+def test_which_verdicts_are_weighed() -> None:
+    assert weighed(scale=(1, 3)) == {"1": 0.0, "2": 0.5, "3": 1.0}
+    assert weighed(scale=(-1, 1)) == {"-1": 0.0, "0": 0.5, "1": 1.0}
+    assert weighed(choices={"good": 3.0, "bad": -1.0}) == {"good": 3.0, "bad": -1.0}
+    assert weighed(pairwise="all") == {"A": 1.0, "B": 0.0}
+    assert list(weighed()) == [str(grade) for grade in range(1, 11)]
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=12), st.floats(0.01, 1), st.floats(-1e6, 1e6))
+def test_expected_values(weights: list[float], mass: float, shift: float) -> None:
+    total = sum(weights)
+    if total < 1e-6:
+        return
+    shares = [mass * weight / total for weight in weights]
+    verdicts = {str(i): shift + i for i in range(len(weights))}
+    found = expected_value(verdicts, shares)
+    if math.fsum(shares) < 0.5:
+        assert isinstance(found, Unread)
+        assert (found.cause, f"mass {math.fsum(shares):.3f}" in found.reason) == (
+            "unparseable",
+            True,
+        )
+    else:
+        mean = sum(i * weight / total for i, weight in enumerate(weights))
+        assert isinstance(found, Grade)
+        assert found.value == pytest.approx(shift + mean, rel=1e-9, abs=1e-6)
+
+
+@pytest.mark.parametrize("shares", [(float("nan"), 0.5), (0.9, -0.1), (1.0,), (0.2, 0.2, 0.2)])
+def test_probabilities_that_are_none(shares: tuple[float, ...]) -> None:
+    assert isinstance(expected_value({"A": 1.0, "B": 0.0}, shares), Unread)
+
+
+def test_a_distribution_in_words() -> None:
+    assert shown(("8", "9", "10"), (0.3, 0.62, 0.0)) == "9: 0.620, 8: 0.300 (mass 0.920)"
+    assert shown(("8",), (0.0,)) == "none (mass 0.000)"

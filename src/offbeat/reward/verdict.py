@@ -91,7 +91,7 @@ def _last_number(text: str, scale: tuple[float, float], truncated: bool) -> floa
     last = lines[-1]
     if len(last) > LONGEST:
         return Unread("unparseable", f"a last line of {len(last)} characters")
-    if last.endswith("}"):
+    if last.startswith("{") or last.endswith("}"):
         found = grade_in_json(last if "{" in last else text[-LONGEST:], scale)
         return NO_OBJECT if found is None else found
     return grade_in_line(last, scale)

@@ -17,9 +17,11 @@ _NUMBERS_KEPT = 8
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """The distinct numbers of a text, and the first thing with digits that is not a number."""
+    """The distinct numbers of a text, how often one stands there, and the first thing with digits
+    that is not a number."""
 
     numbers: tuple[float, ...]
+    count: int
     odd: str | None
 
     @property
@@ -43,7 +45,7 @@ def grade_in_text(text: str, scale: tuple[float, float], truncated: bool) -> flo
 def grade_in_line(line: str, scale: tuple[float, float]) -> float | Unread:
     """The one number of a line. A label may repeat the scale: `Score (1-10): 8`."""
     tokens = _tokens(_without_scale(line, scale), scale[1])
-    return _none(tokens) if tokens.only is None else tokens.only
+    return _none(tokens) if tokens.only is None or tokens.count > 1 else tokens.only
 
 
 def lone_number(text: str, high: float) -> float | None:
@@ -63,13 +65,14 @@ def _tokens(text: str, high: float) -> _Tokens:
     words = [word.rstrip(".,").strip("$\\") for word in _SEPARATORS.split(text)]
     numbers: list[float] = []
     odd: str | None = None
-    skip = -1
+    count, skip = 0, -1
     for place, word in enumerate(words):
         if place <= skip:
             continue
         head, slash, tail = word.partition("/")
         if _NUMBER.fullmatch(head) and (not slash or _is(tail, high)):
             number = float(head.replace("\u2212", "-").replace("\u2013", "-"))
+            count += 1
             if len(numbers) < _NUMBERS_KEPT and number not in numbers:
                 numbers.append(number)
             skip = place + (0 if slash else _denominator(words[place + 1 : place + 4], high))
@@ -77,7 +80,7 @@ def _tokens(text: str, high: float) -> _Tokens:
             word.lower() in _NOT_NUMBERS or any(character.isnumeric() for character in word)
         ):
             odd = word[:40]
-    return _Tokens(tuple(numbers), odd)
+    return _Tokens(tuple(numbers), count, odd)
 
 
 def _is(word: str, high: float) -> bool:
