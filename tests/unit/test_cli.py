@@ -1,27 +1,21 @@
-"""The commands, their exit codes, and validation's arithmetic."""
+"""The commands and their exit codes."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import math
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from test_data import save_tokenizer
 
 from offbeat.cli import main
-from offbeat.errors import OffbeatError, RequestRefused, RunFailed, UserError
-from offbeat.records import Completion, GenerateRequest, Prompt
-from offbeat.rollout.validation import greedy, validate
+from offbeat.errors import RunFailed, UserError
 
 
 @pytest.fixture(scope="module")
@@ -286,46 +280,9 @@ def test_eval_of_a_model_directory(
     said = capsys.readouterr().out
     assert "accuracy 0" in said
     assert "n 8" in said
-
-
-def _prompt(place: int) -> Prompt:
-    return Prompt(place, np.arange(3, dtype=np.int32), f"p{place}", f"q{place}", reference="1")
-
-
-async def _generate(request: GenerateRequest) -> AsyncIterator[Completion]:
-    place = int(request.request_id.partition("/")[2])
-    assert request.sampling.temperature == 0
-    if place == 3:
-        raise RequestRefused("too long")
-    reason: Any = "length" if place == 1 else "stop"
-    yield Completion(request.request_id, 0, f"a{place}", 2 + place, 0, 0, reason, None)
-
-
-def test_validation_counts_what_was_not_scored_apart() -> None:
-    def check(prompts: list[str], completions: list[str], reference: list[str]) -> list[Any]:
-        assert (prompts, reference) == (["p0", "p1", "p2", "p4"], ["1"] * 4)
-        assert completions == ["a0", "a1", "a2", "a4"]
-        return [1.0, 0.0, None, math.nan]
-
-    prompts = [_prompt(place) for place in range(5)]
-    found = asyncio.run(validate(_generate, prompts, greedy(8), check, concurrency=2))
-    assert found == {
-        "accuracy": 0.5,
-        "n": 5.0,
-        "mean_tokens": (2 + 3 + 4 + 6) / 4,
-        "truncated": 0.25,
-        "unscored": 3.0,
-    }
-    json.dumps(found)
-
-
-def test_a_checker_that_raises_or_miscounts_is_said() -> None:
-    def short(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-        return [1.0]
-
-    async def raising(prompts: list[str], completions: list[str]) -> list[float]:
-        raise ValueError("boom")
-
-    for check, words in ((short, "1 scores for 2"), (raising, "ValueError: boom")):
-        with pytest.raises(OffbeatError, match=words):
-            asyncio.run(validate(_generate, [_prompt(0), _prompt(1)], greedy(8), check))
+    more = ["--validate.samples", "2", "--validate.temperature", "1", "--validate.limit", "3"]
+    assert main([*arguments, *more]) == 0
+    said = capsys.readouterr().out
+    assert "n 3" in said
+    assert "pass@2" in said
+    assert "reward" not in said.partition(":")[2], "reward models are for runs"

@@ -17,6 +17,7 @@ from offbeat.errors import DeadlinePassed
 from offbeat.records import Completion, GenerateRequest, PolicyVersion, Sampling
 from offbeat.rollout import trainer_engine
 from offbeat.rollout.kv import SeatCache
+from offbeat.rollout.stepper import jobs_of
 from offbeat.rollout.transformers_engine import TransformersEngine
 from offbeat.testing import tiny
 from offbeat.train.batching import Trajectory, plan
@@ -147,8 +148,12 @@ def test_under_autocast_its_log_probs_are_the_trainers(start: Start) -> None:
         stepper = trainer_engine._stepper(trainer, module, asked)
         assert stepper.model.cache.dtype == torch.bfloat16
         payloads: dict[str, Any] = {}
+
+        def keep(item: Any) -> None:
+            payloads[item.request_id] = item.ref
+
         for request in asked:
-            stepper.submit(trainer_engine.jobs_of(request, lambda c: payloads.update({c.request_id: c.ref})))  # type: ignore[union-attr]  # fmt: skip
+            stepper.submit(jobs_of(request, keep))
         while not stepper.idle:
             stepper.step()
     trajectories = [

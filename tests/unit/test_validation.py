@@ -82,9 +82,7 @@ def config_of(**validate: Any) -> Config:
             "rollout": rollout,
             "validate": validate,
             "weights": {"deadline_seconds": 1.0},
-            "reward": {
-                "r": {"kind": "function", "function": "f.py:f", "concurrency": concurrency}
-            },
+            "reward": {"r": {"kind": "function", "function": "f.py:f", "concurrency": concurrency}},
         }
     )
 
@@ -443,9 +441,10 @@ def test_engines_of_its_own_load_the_newest_version_and_rollout_never_sees_them(
 
 def test_publications_go_on_while_engines_of_its_own_answer() -> None:
     config = own()
-    going = asyncio.Event()
+    asked, going = asyncio.Event(), asyncio.Event()
 
     async def wait(place: int) -> None:
+        asked.set()
         if place == 4:
             await going.wait()
 
@@ -454,8 +453,7 @@ def test_publications_go_on_while_engines_of_its_own_answer() -> None:
         validator = Validator(config, prompts(5), dedicated=dedicated(config, mine))
         await world.sync.publish(manifest(1))
         task = asyncio.create_task(validator.validate(world.sync, world.generation))
-        while not any(engine.asked for engine in mine):
-            await asyncio.sleep(0.01)
+        await asked.wait()
         for step in range(2, 12):  # more than any transport keeps
             await world.sync.publish(manifest(step))
         assert not task.done()
