@@ -75,7 +75,7 @@ class JudgeProcess:
 
     def stats(self) -> dict[str, float]:
         """Chat completions so far, now, the most at once, and `JudgeServer.call_seconds`: `calls`,
-        `now`, `most_at_once`, `call_seconds`."""
+        `now`, `most_at_once`, `call_seconds`; the last one at `clock` (`time.monotonic()`)."""
         with urllib.request.urlopen(f"{self.base_url}/stats", timeout=30) as reply:
             found: dict[str, float] = json.load(reply)
         return found

@@ -233,8 +233,8 @@ class JudgeServer:
             return 200, {"object": "list", "data": [{"id": self.model, "object": "model"}]}
         if path.endswith("/stats"):
             counts = {"calls": self.arrived_calls, "now": self.now}
-            most = {"most_at_once": self.most_at_once, "call_seconds": self.call_seconds}
-            return 200, counts | most
+            more = {"most_at_once": self.most_at_once, "call_seconds": self.call_seconds}
+            return 200, counts | more | {"clock": time.monotonic()}
         return 404, {}
 
     def known(self, connection: Connection, *, open: bool) -> None:
