@@ -179,7 +179,7 @@ def test_numbers_are_of_the_last_steps_and_spreads_are_meant() -> None:
     [
         ({}, (0, 1)),
         ({"parser": "choice", "choices": {"A": 2.0, "B": -1.0}}, (-1, 2)),
-        ({"parser": "choice", "choices": {"A": 2.0, "B": -1.0}, "pairwise": "all"}, (0, 1)),
+        ({"parser": "choice", "choices": {"A": 0.8, "B": 0.3}, "pairwise": "all"}, (0, 1)),
         ({"normalize": "running"}, None),
         ({"kind": "disrm"}, None),
         ({"kind": "function", "function": "f.py:f"}, None),
