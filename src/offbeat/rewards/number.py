@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 _FINAL = (
@@ -62,17 +62,17 @@ def final_number(text: str) -> Fraction | None:
     Of a marked equation it is the first behind the last `=`.
     """
     marked = final_part(text)
-    found = numbers(text if marked is None else marked.rpartition("=")[2])
-    if not found:
-        return None
-    return found[-1] if marked is None else found[0]
+    if marked is not None:
+        return next(numbers(marked.rpartition("=")[2]), None)
+    matches = list(_NUMBER.finditer(_FRACTION.sub(r"\1/\2", text)))
+    return next((n for match in reversed(matches) if (n := _value(match)) is not None), None)
 
 
-def numbers(text: str) -> list[Fraction]:
+def numbers(text: str) -> Iterator[Fraction]:
     """The numbers of a text, in their order."""
-    text = _FRACTION.sub(r"\1/\2", text)
-    found = (_value(match) for match in _NUMBER.finditer(text))
-    return [number for number in found if number is not None]
+    for match in _NUMBER.finditer(_FRACTION.sub(r"\1/\2", text)):
+        if (number := _value(match)) is not None:
+            yield number
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
