@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from offbeat.cluster.specs import EngineSpec, RunSpec, ScorerSpec, first_version
 from offbeat.config import Config
 from offbeat.data import PromptSet, load_prompts, load_tokenizer
-from offbeat.records import Completion, GenerateRequest, PolicyVersion, Prompt
+from offbeat.records import Completion, GenerateRequest, PolicyVersion, Prompt, ScoreItem
 from offbeat.reward.anchor_files import anchors_of
 from offbeat.reward.anchors import Anchors
 from offbeat.reward.build import build_source
@@ -28,6 +28,9 @@ from offbeat.track.transcripts import TranscriptWriter
 
 if TYPE_CHECKING:
     from offbeat.train.trainer import Trainer
+
+EXAMPLES = 3
+"""Rows of the run's data on which scorers are checked, beside texts of their own."""
 
 
 def make_engine(spec: EngineSpec) -> Engine:
@@ -132,9 +135,15 @@ class Standing:
 
 
 async def make_rewards(
-    config: Config, standing: Standing, transcripts: TranscriptWriter | None = None
+    config: Config,
+    standing: Standing,
+    transcripts: TranscriptWriter | None = None,
+    examples: Sequence[ScoreItem] = (),
 ) -> RewardLoop:
-    """The reward loop over all active sources; replicas come from each source's own pool."""
+    """The reward loop over all active sources; replicas come from each source's own pool.
+
+    Scorers are checked on `examples` before they score.
+    """
     sources = {
         name: build_source(
             name,
@@ -145,6 +154,9 @@ async def make_rewards(
             replace_engine=partial(standing.replace_engine, name),
             replace_scorer=partial(standing.replace_scorer, name),
             start_deadline_seconds=config.cluster.start_deadline_seconds,
+            cache_path=config.runs_dir / "verdicts.sqlite",
+            seed=config.seed,
+            examples=examples,
         )
         for name, section in config.active_rewards.items()
     }
@@ -175,10 +187,11 @@ class RolloutSide:
         """Reads prompts and starts the reward loop; returns how many ordinals there are."""
         transcripts, sections = TranscriptWriter(self.config.run_dir), self.config.active_rewards
         anchors = await asyncio.to_thread(anchors_of, sections)
-        self._rewards = await make_rewards(self.config, standing, transcripts)
-        self._anchors = Anchors(self._rewards.sources, sections, anchors)
         prompts, self._held_out = await asyncio.to_thread(self._read)
         self._prompts = prompts
+        examples = [ScoreItem(p, p.reference or p.question) for p in prompts.prompts[:EXAMPLES]]
+        self._rewards = await make_rewards(self.config, standing, transcripts, examples)
+        self._anchors = Anchors(self._rewards.sources, sections, anchors)
         if self._held_out and self.config.validation.function is not None:
             self._checker = Checker(self.config.validation.function, self.config.base_dir)
             await self._checker.start()
