@@ -90,15 +90,17 @@ class AdaptiveLimit:
     """Calls to one server at once: up to `most`, half as many when it is overloaded.
 
     Calls that are refused together halve the limit once: only what began after a cut can cut
-    again. Each successful round of calls doubles a small limit and adds a sixteenth of `most` to
-    a larger one. A timeout is a sign of overload only where the other calls are slow as well, or
-    none succeeded while it ran: a server that loses single calls is not overloaded.
+    again. Each successful round of calls adds a sixteenth of `most`. After an outage the limit
+    begins with 1 and doubles each round until it is where it was. A timeout is a sign of overload
+    only where the other calls are slow as well, or none succeeded while it ran: a server that
+    loses single calls is not overloaded.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._limit = float(most)
         self._step = max(1.0, most / GROWTH_ROUNDS)
+        self._doubles_to = 0.0
         self._cut_at = self._success_at = -math.inf
         self._seconds: float | None = None
 
@@ -113,12 +115,17 @@ class AdaptiveLimit:
         before = took if self._seconds is None else self._seconds
         self._seconds = before + LATEST_SHARE * (took - before)
         self._success_at = now
-        self._limit = min(float(self._most), self._limit + min(1.0, self._step / self._limit))
+        more = 1.0 if self._limit < self._doubles_to else min(1.0, self._step / self._limit)
+        self._limit = min(float(self._most), self._limit + more)
+
+    def restart(self, now: float) -> None:
+        """The server is back after an outage."""
+        self._doubles_to, self._limit, self._cut_at = max(self._doubles_to, self._limit), 1.0, now
 
     def overloaded(self, began: float, now: float) -> None:
         """The server said that it has too much to do."""
         if began >= self._cut_at:
-            self._limit = max(1.0, self._limit / 2)
+            self._limit = self._doubles_to = max(1.0, self._limit / 2)
             self._cut_at = now
 
     def timed_out(self, began: float, now: float) -> None:

@@ -3,7 +3,8 @@
 Invariant: before a failed connection, a timeout or a 5xx counts against a call, its server was
 asked for its health (`check`, once for all calls that fail together). A server that is out is asked
 again with growing pauses until it is well; then one call tries it, and its success lets the others
-follow. `down_since` is set exactly while no server's breaker is closed.
+follow, few at first: a server that has just started takes no more, and a text that brings it down
+takes few others with it. `down_since` is set exactly while no server's breaker is closed.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ class Health:
             if breaker.state == "closed" and endpoint.out_since is not None:
                 log.warning("%s is back after %.0f s", where, now - endpoint.out_since)
                 endpoint.out_since, endpoint.health_pause = None, self._pause
+                endpoint.adaptive.restart(now)
             elif breaker.since is not None and endpoint.out_since is None:
                 then = "its calls go to the others" if up else "calls wait until one is back"
                 log.warning("%s is out (%s); %s", where, endpoint.problem, then)

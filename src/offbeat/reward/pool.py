@@ -309,6 +309,8 @@ class EndpointPool:
         for call in self._line:
             if not free:
                 break
+            if call.turn.done():  # it was cancelled in this turn of the loop
+                continue
             options = self._options(call, free, now)
             times = [(e.limiter.ready_at(self, call.cost, now), e) for e in options]
             ready = [endpoint for at, endpoint in times if at <= now]
@@ -319,8 +321,7 @@ class EndpointPool:
                 chosen.outstanding += 1
                 call.trial = chosen.breaker.began()
                 self._line.drop(call)
-                if not call.turn.done():
-                    call.turn.set_result(chosen)
+                call.turn.set_result(chosen)
                 return None
             until = min([until, *(at for at, _ in times)])
             free = [endpoint for endpoint in free if endpoint not in options]  # its turn is first
