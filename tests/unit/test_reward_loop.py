@@ -363,6 +363,24 @@ def test_past_its_patience_a_source_ends_the_run() -> None:
     assert "patience_seconds = 30" in str(caught.value.exceptions[0])
 
 
+def test_servers_that_are_gone_are_named_without_their_passwords() -> None:
+    source = Fake("s", 1.0)
+    source.down_since = 0.0
+    settings = {
+        "kind": "genrm",
+        "base_url": ["http://me:secret@a:8000/v1", "https://b/v1"],
+        "patience_seconds": 30,
+    }
+
+    async def body(loop: RewardLoop) -> None:
+        await asyncio.sleep(1000)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        watched(source, settings, body)
+    told = str(caught.value.exceptions[0])
+    assert "reward.s: nobody is there to score at http://a:8000/v1 or https://b/v1, for 30" in told
+
+
 def test_a_source_over_its_budget_is_asked_again_until_it_is_well() -> None:
     source = Fake("s", *["timeout"] * 25, 1.0)
 

@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from urllib.parse import urlsplit, urlunsplit
 
 from offbeat.config import RewardSourceSection
 from offbeat.errors import RewardsDown, first_of
@@ -111,7 +112,7 @@ class SourceWatch:
                 state.since = None
             return
         patience = self._config[name].patience_seconds
-        why = "nobody is there to score" if down is not None else self._over(name)
+        why = self._gone(name) if down is not None else self._over(name)
         if state.since is None:
             state.since = now if down is None else down
             self._say(
@@ -125,6 +126,10 @@ class SourceWatch:
                 f"reward.{name}: {why}, for {now - state.since:.0f} s now "
                 f"(reward.{name}.patience_seconds = {patience:g})"
             )
+
+    def _gone(self, name: str) -> str:
+        servers = " or ".join(_without_user(url) for url in self._config[name].base_urls)
+        return "nobody is there to score" + (f" at {servers}" if servers else "")
 
     def _over(self, name: str) -> str:
         budget = self._states[name].budget
@@ -160,3 +165,9 @@ class SourceWatch:
     def _say(self, line: str) -> None:
         log.warning(line)
         self._notices = [*self._notices, line][-NOTICES_KEPT:]
+
+
+def _without_user(url: str) -> str:
+    """An address that may be shown."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
