@@ -7,23 +7,31 @@ import json
 import os
 import signal
 import socket
+import string
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerFast
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from judge_models import Oracle
 
 from offbeat.config import RewardSourceSection
 from offbeat.errors import UserError
 from offbeat.records import Prompt, Reward, ScoreItem
 from offbeat.reward.build import build_source
-from offbeat.testing.tiny import make_tiny_model
+from offbeat.reward.judge import Weighed
+from offbeat.reward.judge_http import HttpBackend
+from offbeat.testing.tiny import CHARACTERS, make_tiny_model
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -45,6 +53,7 @@ ENVIRONMENT = {
 class Server:
     process: subprocess.Popen[bytes]
     port: int
+    path: Path
 
     @property
     def url(self) -> str:
@@ -55,6 +64,15 @@ class Server:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(20)
+
+
+def sharpen(path: Path, eos: int) -> None:
+    """Makes some tokens much likelier than others, and the end unlikely."""
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    head = model.lm_head.weight.data
+    head *= 2.0 / float(head.std() * model.config.hidden_size**0.5)
+    head[eos] = 0
+    model.save_pretrained(path)
 
 
 def free_port() -> int:
@@ -70,6 +88,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path = make_tiny_model(folder / "model", tied=False)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path, chat_template=CHAT)
     tokenizer.save_pretrained(path)
+    sharpen(path, tokenizer.eos_token_id)
     port = free_port()
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path),
@@ -82,7 +101,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         process = subprocess.Popen(
             command, env=os.environ | ENVIRONMENT, stdout=log, stderr=log, start_new_session=True
         )
-    found = Server(process, port)
+    found = Server(process, port, path)
     try:
         deadline = time.monotonic() + START_SECONDS
         while not healthy(port):
@@ -173,11 +192,79 @@ def test_wrong_settings_are_refused_at_start(server: Server) -> None:
         judged(server.url.removesuffix("/v1"), model="tiny-judge")
 
 
+def test_probabilities_are_those_of_plain_passes(server: Server) -> None:
+    """Verdicts of one character and of two, of which one goes on to another: the server's model
+    by transformers, in the server's chat template."""
+    oracle = Oracle(server.path)
+    found: list[tuple[str, tuple[str, ...], Weighed]] = []
+
+    def begins(text: str, said: str) -> float:
+        ids = oracle.tokenizer(text + said)["input_ids"]
+        return oracle.begins(ids[: len(ids) - len(said)], ids[len(ids) - len(said) :])
+
+    def likely(text: str, count: int) -> list[str]:
+        signs = [sign for sign in CHARACTERS if sign.isalnum()]
+        return sorted(signs, key=lambda sign: -begins(text, sign))[:count]
+
+    async def main() -> None:
+        judge = HttpBackend(section(server.url, model="tiny-judge", temperature=0.0), name="judge")
+        await judge.start()
+        try:
+            for number in range(4):
+                text = f"Question {number}?"
+                shown = f"user: {text}\nassistant: "
+                first, second, third = likely(shown, 3)
+                more = [first + sign for sign in likely(shown + first, 2)]
+                other = third + likely(shown + third, 1)[0]
+                verdicts = (first, second, *more, other)
+                found.append((shown, verdicts, await judge.weigh(text, verdicts)))
+        finally:
+            await judge.stop()
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+    for shown, verdicts, weighed in found:
+        first, *_ = verdicts
+        expected = [
+            sum(begins(shown, space + verdict) for space in ("", " ", "\n", "  "))
+            for verdict in verdicts
+        ]
+        expected[0] -= sum(
+            share for verdict, share in zip(verdicts, expected, strict=True)
+            if verdict.startswith(first) and verdict != first
+        )  # fmt: skip
+        np.testing.assert_allclose(weighed.probabilities, expected, atol=2e-3)
+        assert min(expected) > 0.004
+        assert weighed.verdict.prompt_tokens > len(shown)
+        assert weighed.verdict.completion_tokens > 0
+
+
+def test_a_source_reads_an_expected_grade(server: Server) -> None:
+    """The server's log-probs suffice at start. With less than half of the probability on them
+    verdicts are not read: so it says of a random model, unless its likeliest words are these."""
+    choices = dict.fromkeys(string.ascii_lowercase + string.digits, 0.5)
+    for reward in judged(server.url, 6, parser="expected", choices=choices):
+        (call,) = reward.transcripts
+        mass = float(call.raw.rpartition("mass ")[2].rstrip(")"))
+        assert 0.02 < mass < 1
+        assert (reward.value, reward.cause) == (
+            (0.5, None) if mass >= 0.5 else (None, "unparseable")
+        )
+        assert call.prompt_tokens > 20
+
+
+def test_seeds_of_ones_own_repeat(server: Server) -> None:
+    first = judged(server.url, 6, seed=3)
+    assert [reward.raw for reward in first] == [r.raw for r in judged(server.url, 6, seed=3)]
+    assert [reward.raw for reward in first] != [r.raw for r in judged(server.url, 6, seed=4)]
+
+
 def test_killed_midway_is_a_typed_failure(server: Server) -> None:
     """The last test: the server ends while it judges."""
 
     async def main() -> list[Reward]:
-        source = build_source("judge", section(server.url, max_tokens=200, deadline_seconds=10))
+        source = build_source(
+            "judge", section(server.url, max_tokens=200, deadline_seconds=10, patience_seconds=4)
+        )
         await source.start()
         try:
             (first,) = await source.score(items(1))
