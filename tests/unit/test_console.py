@@ -81,6 +81,16 @@ def test_a_validation_has_its_line_and_is_on_the_next_steps_line() -> None:
     assert lines[1] == "[1:15] validation of version 1.1: accuracy 0.412, n 80"
     assert "acc 0.412" in lines[2]
     assert "acc" not in lines[3]
+    metrics = {"accuracy": float("nan"), "n": 12.0, "failed/judge": 3.0, "reward/judge": 0.25}
+    console.validation({"version": "2", "by": "train", "metrics": metrics})
+    assert (
+        stream.getvalue()
+        .splitlines()[-1]
+        .endswith(
+            "validation of version 2 by the trainer: accuracy -, n 12, failed/judge 3, "
+            "reward/judge 0.250"
+        )
+    )
 
 
 def test_time_left_follows_the_pace_and_is_unknown_without_an_end() -> None:

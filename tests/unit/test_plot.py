@@ -47,6 +47,20 @@ def test_a_run_becomes_a_small_png(tmp_path: Path, steps: int) -> None:
     assert 10_000 < out.stat().st_size < 150_000
 
 
+def test_validations_by_data_source_have_lines_of_their_own(tmp_path: Path) -> None:
+    write_run(tmp_path, 60)
+    plot(tmp_path, tmp_path / "without.png")
+    writer = MetricsWriter(tmp_path)
+    for step in (1, 21, 41):
+        metrics: dict[str, float] = {"accuracy": 0.4, "accuracy/gsm8k": 0.3, "accuracy/code": 0.5}
+        if step == 21:  # nothing of it was scored
+            metrics["accuracy/code"] = math.nan
+        writer.write({"type": "validation", "step": step, "version": "1", "metrics": metrics})
+    writer.close()
+    plot(tmp_path, tmp_path / "with.png")
+    assert (tmp_path / "with.png").read_bytes() != (tmp_path / "without.png").read_bytes()
+
+
 def test_without_validation_and_with_gaps(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     empty = {"mean": None, "max": None, "histogram": {}}

@@ -116,17 +116,34 @@ def _plot_accuracy(axes: Any, validations: Records) -> None:
                   va="center", transform=axes.transAxes)  # fmt: skip
         axes.set_yticks([])
         return
+    _plot_data_sources(axes, validations)
     x, y = [float(step) for step, _ in points], [float(value) for _, value in points]
-    axes.plot(x, y, color=ACCURACY, linewidth=2, marker="o", markersize=5)
+    axes.plot(x, y, color=ACCURACY, linewidth=2, marker="o", markersize=5, label="all")
     for at in sorted({0, len(points) - 1}):
         under = at == 0 and len(points) > 1 and y[1] > y[0]
         axes.annotate(f"{y[at]:.1%}", (x[at], y[at]), textcoords="offset points",
                       xytext=(0, -16 if under else 8), ha="center", color=ACCURACY,
                       fontweight="bold")  # fmt: skip
-    room = max(0.05, 0.25 * (max(y) - min(y)))
-    axes.set_ylim(min(y) - room, max(y) + room)
+    drawn = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.lines])
+    low, high = float(np.nanmin(drawn)), float(np.nanmax(drawn))
+    room = max(0.05, 0.25 * (high - low))
+    axes.set_ylim(low - room, high + room)
+    if len(axes.lines) > 1:
+        _legend(axes)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], min_n_ticks=2))
+
+
+def _plot_data_sources(axes: Any, validations: Records) -> None:
+    """A thin line for each data source, as many as there are colours."""
+    names = sorted({n for r in validations for n in r["metrics"] if n.startswith("accuracy/")})
+    if not 1 < len(names) <= len(COLORS):
+        return
+    x = [record["step"] for record in validations]
+    for name, color in zip(names, COLORS, strict=False):
+        values = _floats(record["metrics"].get(name) for record in validations)
+        label = name.partition("/")[2]
+        axes.plot(x, values, color=color, linewidth=1, alpha=0.7, label=label)
 
 
 def _plot_staleness(axes: Any, steps: Records, bound: int | None) -> None:
