@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import time
 from collections.abc import Container, Mapping, Sequence
 
-import httpx
 import numpy as np
 
-from offbeat.cli_cluster import PROBE_SECONDS, Assumed, Say, check_devices, check_engines
+from offbeat.cli_cluster import Assumed, Say, check_devices, check_engines
+from offbeat.cli_judges import probe_judges, shown_address
 from offbeat.cli_models import check_models
 from offbeat.cli_templates import check_template, reference_answer
 from offbeat.config import Config, RewardSourceSection, Section
@@ -57,9 +56,11 @@ def preflight(
     for name, source in config.active_rewards.items():
         check_template(config, name, source, rows, say)
         if source.kind == "genrm" and source.base_url is not None:
-            for url in source.base_urls:
-                told = f"{url} is not asked from here"
-                say(f"reward/{name}: {told if elsewhere else probe_judge(name, source, url)}")
+            if elsewhere:
+                servers = ", ".join(map(shown_address, source.base_urls))
+                say(f"reward/{name}: {servers} is not asked from here")
+            else:
+                probe_judges(name, source, say, warn or say)
         _check_anchors(name, source, say)
     check_models(config, assumed=elsewhere)
     _check_prompts(config, {"train": rows, "validation": held_out}, say, warn or say)
@@ -226,49 +227,6 @@ def _check_anchors(name: str, source: RewardSourceSection, say: Say) -> None:
         f"reward/{name}: {count} anchor{'s' if count > 1 else ''} of {path.name}, judged at the "
         f"start and every {source.anchors_every} steps"
     )
-
-
-def probe_judge(name: str, source: RewardSourceSection, url: str) -> str:
-    """Asks an external judge's server for its models; `UserError` with the address if down."""
-    base = url.rstrip("/")
-    key = os.environ.get(source.api_key_env, "") if source.api_key_env else ""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    where = f"reward.{name}.base_url = {base!r}"
-    try:
-        reply = httpx.get(f"{base}/models", headers=headers, timeout=PROBE_SECONDS)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        reason = str(error) or type(error).__name__
-        raise UserError(
-            f"{where} does not answer ({reason}); start the judge or correct the address"
-        ) from None
-    if reply.status_code in (401, 403):
-        raise UserError(
-            f"{where} refuses the key (HTTP {reply.status_code}); set reward.{name}.api_key_env "
-            "to the variable that holds it"
-        )
-    if reply.status_code >= 500:
-        raise UserError(
-            f"{where} answers with HTTP {reply.status_code}; start the judge or correct the address"
-        )
-    models = _models_of(reply)
-    listed = ", ".join(models[:10]) or "none that it lists"
-    if source.model is None and len(models) != 1:
-        raise UserError(
-            f"reward.{name}.model is missing; set it to one of the models of {base}: {listed}"
-        )
-    if reply.status_code == 404:
-        return f"{base} answers (HTTP 404 for /models; such an address mostly ends in /v1)"
-    if models and source.model not in (None, *models):
-        return f"{base} answers, but does not list the model {source.model!r}; it has: {listed}"
-    return f"{base} answers (HTTP {reply.status_code})"
-
-
-def _models_of(reply: httpx.Response) -> list[str]:
-    """The models that a server lists; none if the answer is no such list."""
-    try:
-        return [str(model["id"]) for model in reply.json()["data"]]
-    except (ValueError, LookupError, TypeError):
-        return []
 
 
 def _check_prompts(

@@ -111,7 +111,7 @@ class EndpointPool:
 
         One of several that does not answer is said and asked again later; `UserError` if none does.
         """
-        key = self._read_key()
+        key = read_key(self._name, self._section)
         tls = await asyncio.to_thread(httpx.create_ssl_context)
         section = self._section
         self._stopped = False
@@ -146,23 +146,6 @@ class EndpointPool:
         What they say differently is a list.
         """
         return dict(self._models.get(model, {}))
-
-    def _read_key(self) -> str | None:
-        variable = self._section.api_key_env
-        if variable is None:
-            return None
-        key = os.environ.get(variable, "").strip()
-        if not key:
-            raise UserError(
-                f"reward.{self._name}.api_key_env: the environment variable {variable} is not set"
-                "; export it with the server's key"
-            )
-        if not (key.isascii() and key.isprintable()):
-            raise UserError(
-                f"reward.{self._name}.api_key_env: the environment variable {variable} holds "
-                "characters that no key has; export it again"
-            )
-        return key
 
     # -- one call --------------------------------------------------------------------------------
 
@@ -357,6 +340,25 @@ class EndpointPool:
             reason = f"{self.address} may not be asked for another {opens - now:.0f} s"
             self._line.fail_all(CallFailed("rate_limited", reason))
         return math.inf
+
+
+def read_key(name: str, section: RewardSourceSection) -> str | None:
+    """The servers' key, if the section names a variable; raises `UserError` where it holds none."""
+    variable = section.api_key_env
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise UserError(
+            f"reward.{name}.api_key_env: the environment variable {variable} is not set"
+            "; export it with the server's key"
+        )
+    if not (key.isascii() and key.isprintable()):
+        raise UserError(
+            f"reward.{name}.api_key_env: the environment variable {variable} holds "
+            "characters that no key has; export it again"
+        )
+    return key
 
 
 def _now() -> float:
