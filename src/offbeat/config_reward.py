@@ -64,7 +64,9 @@ class RewardSourceSection(Section):
     )
     retries: Annotated[int, Field(ge=0, le=20)] = Field(2, description="of a failed call")
     deadline_seconds: Seconds = Field(60, description="of one call")
-    concurrency: Positive = Field(64, description="calls in flight at most")
+    concurrency: Positive = Field(
+        64, description="calls in flight at most; of an external judge, to each server"
+    )
     max_failed_share: Share = Field(
         0.5, description="of its last 64 scores; with more failures no group is admitted"
     )
@@ -112,7 +114,9 @@ class RewardSourceSection(Section):
     max_context: Positive = Field(1024, description="tokens of template and verdict together")
     # genrm
     base_url: str | tuple[str, ...] | None = Field(
-        None, description="OpenAI-compatible server or servers, e.g. http://host/v1"
+        None,
+        description="OpenAI-compatible server or servers, e.g. http://host/v1: calls go to the "
+        "least busy one that is up",
     )
     api_key_env: str | None = Field(None, description="environment variable that holds its key")
     requests_per_minute: Positive | None = Field(
