@@ -279,7 +279,10 @@ def steps_of(truth: TruthWatch, means: Sequence[float], *, groups: int = 16) -> 
             batch(
                 number,
                 *[
-                    [sample(3, total=mean + e, judge=mean + e) for e in rng.normal(0, 0.1, 4)]
+                    [
+                        sample(3, total=mean + e, judge=mean + e, flat=0.5)
+                        for e in rng.normal(0, 0.1, 4)
+                    ]
                     for _ in range(groups)
                 ],
             )

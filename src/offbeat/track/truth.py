@@ -128,7 +128,7 @@ class TruthWatch:
         then, now = (_together([look.accuracy for look in part]) for part in (best, new))
         fell = _errors(now, then) if new[-1].accuracy.value < then.value else 0.0
         said: list[Warned] = []
-        for name in {**new[-1].held_out, **new[-1].trained}:
+        for name in _names(new[-1]):
             reward, newest = (self._rewards(name, best, part) for part in (new, new[-1:]))
             above = newest is not None and newest[1].value > newest[0].value
             rose = _errors(*reward) if reward is not None and above else 0.0
@@ -160,6 +160,12 @@ class TruthWatch:
                 for part in (best, new)
             )
         return (_together(then), _together(now)) if then and now else None
+
+
+def _names(look: Look) -> list[str]:
+    """The sources, and the total where it is not that of a single one."""
+    names = list({**look.held_out, **look.trained})
+    return [name for name in names if name != TOTAL or len(names) > 2]
 
 
 def rewards_of(metrics: Mapping[str, float | None]) -> dict[str, float]:
