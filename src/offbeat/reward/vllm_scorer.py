@@ -74,7 +74,7 @@ class VllmScorer:
         self._llm: Any = None
         self._reading = Reading()
         self._config: Any = None
-        self._token_level = self._drops_pads = self._pad_moves = False
+        self._token_level = self._pad_moves = self._pools_last = self._asks_again = False
         self._task = "classify"
         self._turn = asyncio.Lock()
         self._numbers = count()
@@ -231,15 +231,16 @@ class VllmScorer:
         """Whose CPU seconds count; and whether the model classifies at all."""
         tasks = await self._llm.get_supported_tasks()
         last = self._llm.model_config.pooler_config.seq_pooling_type == "LAST"
+        self._pools_last = last and "classify" in tasks
         self._task = "classify"
-        if self._token_level and not (last and "classify" in tasks):
+        if self._token_level and not self._pools_last:
             self._task = "token_classify"
         if self._task not in tasks:
             raise UserError(
                 f"{self._setting}: vLLM runs {self._path} for {', '.join(tasks)} and not as a "
                 f"classifier{' of tokens' * self._token_level}; {TRANSFORMERS}"
             )
-        self._drops_pads = last and not self._token_level
+        self._asks_again = self._pools_last and "token_classify" in tasks
         core = [p.pid for p in self._llm.engine_core.resources.engine_manager.processes]
         workers = await self._llm.collective_rpc("process_id")
         self._clock.processes = sorted({*core, *workers})
@@ -252,10 +253,24 @@ class VllmScorer:
 
     async def _ask(self, rows: Sequence[list[int]]) -> list[list[float]]:
         """All logits of each row; raises `RunFailed` when vLLM's core has died."""
+        found = await self._all(rows)
+        odd = [i for i, logits in enumerate(found) if not all(map(math.isfinite, logits))]
+        if odd and self._asks_again:
+            # A row that is no number leaves NaN in its cache block, and 0 * NaN in the unused end
+            # of a block is NaN for whoever gets that block next: whose fault was it?
+            again = await self._all([rows[i] for i in odd], whole_blocks=True)
+            for i, logits in zip(odd, again, strict=True):
+                found[i] = logits
+            await self._llm.reset_prefix_cache()
+        return found
+
+    async def _all(
+        self, rows: Sequence[list[int]], *, whole_blocks: bool = False
+    ) -> list[list[float]]:
         tasks: list[asyncio.Task[list[float]]] = []
         try:
             async with asyncio.TaskGroup() as group:
-                tasks += [group.create_task(self._one(row)) for row in rows]
+                tasks += [group.create_task(self._one(row, whole_blocks)) for row in rows]
                 self._running |= set(tasks)
         except BaseExceptionGroup as errors:  # boundary: whatever vLLM raises, no row has a logit
             error = first_of(errors)
@@ -264,7 +279,9 @@ class VllmScorer:
             self._running -= set(tasks)
         return [task.result() for task in tasks]
 
-    async def _one(self, row: list[int]) -> list[float]:
+    async def _one(self, row: list[int], whole_blocks: bool) -> list[float]:
+        """The logits of a row. With `whole_blocks` what follows its last token, and changes nothing
+        before it, fills the cache's last block, and no other row's blocks are read."""
         from vllm import PoolingParams
         from vllm.inputs.engine import tokens_input
 
@@ -272,16 +289,21 @@ class VllmScorer:
         if self._pad_moves and pad in row:
             # transformers gives the tokens behind a pad other positions
             return [math.nan] * len(self._reading.labels)
-        size = len(row)
-        while self._drops_pads and size > 1 and row[size - 1] == pad:
+        size, task = len(row), self._task
+        while self._pools_last and not self._token_level and size > 1 and row[size - 1] == pad:
             size -= 1
-        params = PoolingParams(task=self._task, use_activation=False)
+        ids = row[:size]
+        if whole_blocks:
+            block = self._llm.vllm_config.cache_config.block_size
+            fill = min(-size % block, self._rows.limit - size)
+            ids, task = ids + [ids[-1]] * fill, "token_classify"
+        params = PoolingParams(task=task, use_activation=False)
         name = f"{self._name}-{next(self._numbers)}"
         try:
-            async for output in self._llm.encode(tokens_input(row[:size]), params, name):
+            async for output in self._llm.encode(tokens_input(ids), params, name):
                 if output.finished:
                     found = output.outputs.data
-                    logits: list[float] = (found[-1] if found.ndim == 2 else found).tolist()
+                    logits: list[float] = (found[size - 1] if found.ndim == 2 else found).tolist()
                     return logits
         except asyncio.CancelledError:
             if self._llm is not None:
