@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -249,11 +250,10 @@ class RolloutSide:
 
     async def close(self) -> None:
         """Ends the reward loop and commits the ledger, also when a source does not end."""
-        try:
-            if self._checker is not None:
-                await self._checker.stop()
-            if self._rewards is not None:
-                await self._rewards.stop()
-        finally:
+        async with contextlib.AsyncExitStack() as last:
             if self._store is not None:
-                await asyncio.to_thread(self._store.close)
+                last.push_async_callback(asyncio.to_thread, self._store.close)
+            if self._rewards is not None:
+                last.push_async_callback(self._rewards.stop)
+            if self._checker is not None:
+                last.push_async_callback(self._checker.stop)

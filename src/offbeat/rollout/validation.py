@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 
 from offbeat.config import Config
 from offbeat.errors import DeadlinePassed, RequestRefused, first_of
@@ -175,7 +176,9 @@ async def ask(
             found: list[Completion] = []
             try:
                 async with contextlib.aclosing(generate(request)) as stream:
-                    found = [item async for item in stream if isinstance(item, Completion)]
+                    async for item in stream:
+                        if isinstance(item, Completion):
+                            found.append(replace(item, ref=None))  # nobody wants its tokens
             except RequestRefused as refused:
                 log.warning("not validated: %s", refused)
             answered(place, sorted(found, key=lambda completion: completion.index))
