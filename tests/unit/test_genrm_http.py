@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
+import json
 import logging
+import resource
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import Any
 
 import httpx
@@ -20,7 +24,7 @@ from offbeat.reward.genrm import GenRM
 from offbeat.reward.judge_http import HttpBackend
 from offbeat.reward.loop import RewardLoop
 from offbeat.reward.pool import retry_after
-from offbeat.testing.judge_server import Fault, JudgeServer
+from offbeat.testing.judge_server import Fault, JudgeServer, Mix, judge_process
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -94,12 +98,60 @@ def test_j4_two_500s_then_an_answer() -> None:
         Fault(502),
         Fault(body=b"<html>"),
         Fault(503, headers={"Retry-After": "0"}),
+        Fault(cut=True),
+        Fault(drip=0.1),
+        Fault(body=b"not gzip at all", headers={"Content-Encoding": "gzip"}),
     ],
 )
 def test_passing_faults_are_retried(fault: Fault) -> None:
     with JudgeServer(script=[fault]) as server:
-        (reward,) = judged(server)
+        (reward,) = judged(server, deadline_seconds=2)
         assert (reward.status, reward.retries) == ("scored", 1)
+
+
+def test_an_answer_under_another_name_is_an_answer() -> None:
+    with JudgeServer(script=[Fault(content_type="text/plain")]) as server:
+        (reward,) = judged(server)
+        assert (reward.status, reward.retries) == ("scored", 0)
+
+
+def test_a_huge_answer_is_not_read_to_its_end() -> None:
+    with JudgeServer(script=[Fault(size=60_000_000)]) as server:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        (reward,) = judged(server)
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        assert (reward.status, reward.cause) == ("failed", "unparseable")
+        assert grown < 100_000, "the server's own 60 MB, and not a second time"
+
+
+def test_a_mix_of_faults_and_an_outage_in_the_middle() -> None:
+    mix = Mix(1, garbage=0.2, hang=0.05, babble=0.05)
+    with judge_process("--latency", "0.05", "0.5", "--mix", json.dumps(asdict(mix))) as server:
+        config = section(server.base_url, deadline_seconds=1, concurrency=32)
+
+        async def main() -> list[Reward]:
+            backend = HttpBackend(config, name="judge", pause_seconds=0.02)
+            source = GenRM("judge", config, backend)
+            await source.start()
+            scoring = asyncio.create_task(source.score([item(ordinal=i) for i in range(300)]))
+            await until(lambda: backend.facts()["calls"] >= 60)
+            await asyncio.to_thread(server.kill)
+            await until(lambda: backend.down_since is not None)
+            await asyncio.sleep(1)
+            await asyncio.to_thread(server.start)
+            rewards = await scoring
+            assert backend.down_since is None
+            await source.stop()
+            return rewards
+
+        rewards = asyncio.run(asyncio.wait_for(main(), 120))
+    causes = Counter(reward.cause for reward in rewards)
+    assert "unavailable" not in causes, "nothing is lost to the outage"
+    assert set(causes) <= {None, "unparseable", "bad_response", "timeout"}
+    assert 3 <= causes["unparseable"] <= 40  # at temperature 0 the same words come again
+    assert causes[None] >= 240
+    assert {reward.value for reward in rewards if reward.cause is None} == {7 / 9}
+    assert all(reward.value is None for reward in rewards if reward.cause is not None)
 
 
 def test_j5_retry_after_closes_the_endpoint() -> None:

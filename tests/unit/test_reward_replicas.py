@@ -312,6 +312,35 @@ def test_the_only_one_dies_and_calls_wait_for_it_within_the_bound() -> None:
     drive(main)
 
 
+def test_down_since_is_when_the_last_one_went() -> None:
+    async def main() -> None:
+        now = asyncio.get_running_loop().time
+        fresh = Mortal(1)
+        replace = Stock(fresh, *[OSError("no room")] * 9, seconds=0.1)
+        routes = replicas(Mortal(0), replace=replace)
+        assert routes.down_since is None
+        before = now()
+        await outcomes(routes, 1)
+        assert routes.down_since is not None
+        assert before <= routes.down_since <= now()
+        assert causes(await outcomes(routes, 1)) == []
+        assert routes.down_since is None
+        assert causes(await outcomes(routes, 1)) == [LOST]
+        since = routes.down_since
+        assert since is not None
+        assert causes(await outcomes(routes, 1)) == ["unavailable"]
+        assert routes.down_since == since, "given up: it stays down"
+        await routes.stop()
+
+        routes = replicas(Mortal(0), Mortal(), replace=Stock(seconds=60))
+        await outcomes(routes, 2)
+        assert len(routes.serving) == 1
+        assert routes.down_since is None, "the other one serves"
+        await routes.stop()
+
+    drive(main)
+
+
 def test_a_start_that_fails_is_tried_again() -> None:
     async def main() -> None:
         fresh = Mortal()
