@@ -145,7 +145,7 @@ class Transcript:
     `value` is on the source's 0 to 1, None where the verdict failed by `cause`. `seconds` from
     asking to the answer; `cached`: it came from the verdict cache, and cost no tokens. Of a
     comparison `other` is the index of the other sample and `first` says whether the sample itself
-    was shown first.
+    was shown first; both samples have the call, and its tokens are with the one shown first.
     """
 
     prompt: str

@@ -20,6 +20,7 @@ from judge_fakes import StubJudge, group, item, judged, section
 from offbeat.reward.genrm import GenRM
 from offbeat.reward.pairwise import PositionBias, pairs, shares_won
 from offbeat.reward.pool import CallFailed
+from offbeat.reward.stats import Counters
 
 SHOWN = re.compile(r"Answer A:\n(=+ \w+ =+)\n(.*)\n\1\n\nAnswer B:\n\1\n(.*)\n\1\n", re.DOTALL)
 
@@ -129,6 +130,11 @@ def test_the_calls_are_in_both_samples_transcripts() -> None:
     cost = [c.prompt_tokens + c.completion_tokens for r in rewards for c in r.transcripts]
     assert sorted(cost) == [0, 0, 14, 14]
     assert all(c.first == bool(c.prompt_tokens) for r in rewards for c in r.transcripts)
+    counters = Counters()
+    for reward in rewards:
+        counters.add(reward)
+    counted = counters.snapshot()
+    assert (counted.calls, counted.prompt_tokens, counted.completion_tokens) == (2, 22, 6)
 
 
 def test_equal_answers_tie_without_asking() -> None:

@@ -56,6 +56,8 @@ class Counters:
             self._spreads += 1
             self._spread += (reward.spread - self._spread) / self._spreads
         for call in reward.transcripts:
+            if not call.first:  # of a comparison: it is with the other sample, too
+                continue
             self._calls += 1
             self._cached += call.cached
             self._prompt_tokens += call.prompt_tokens
