@@ -248,9 +248,9 @@ class VllmEngine:
             task.cancel()
 
     async def _warm_up(self, started: Started) -> None:
-        """Draws two tokens: the first batch takes seconds, which no request's deadline counts."""
+        """Draws three tokens: the first batch takes seconds, which no request's deadline counts."""
         request = GenerateRequest("warm-up", np.ones(1, np.int32), 1, Sampling(1))
-        for sampling in (Sampling(1, 0.0), Sampling(1, 1.0)):
+        for sampling in (Sampling(1, 0.0), Sampling(1, 1.0), Sampling(1, 0.0, watch=(1,))):
             (sample,) = samples_of(
                 replace(request, sampling=sampling), None, started.decode, self._stops
             )
