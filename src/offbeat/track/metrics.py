@@ -167,7 +167,8 @@ class MetricsWriter:
     """Appends records to `<run_dir>/metrics.jsonl`. Every method returns at once and never raises.
 
     Types of records: span, step, validation (step, version, by, metrics), sync (version, replica,
-    start, end, pause_seconds) and event (message). A record without a `time` gets one: seconds of
+    start, end, pause_seconds), anchors (source, step, n, judged, ...) and event (message, and
+    `health` where it warns of a reward source). A record without a `time` gets one: seconds of
     `time.time()`. Spans carry times of their own.
     """
 
