@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import statistics
 import sys
@@ -15,8 +16,11 @@ from pydantic import ValidationError
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from judge_fakes import StubJudge, item, judged, section
 
+from offbeat.records import Reward
+from offbeat.reward.genrm import GenRM
 from offbeat.reward.judge import Verdict
 from offbeat.reward.pool import CallFailed
+from offbeat.reward.turns import KEPT, Turns
 from offbeat.reward.votes import count_votes
 
 VOTES = st.lists(
@@ -93,6 +97,32 @@ def test_votes_that_mostly_fail() -> None:
     assert (reward.status, reward.cause, reward.value) == ("failed", "timeout", None)
     assert (reward.reason, reward.retries) == ("too slow", 4)
     assert [call.cause for call in reward.transcripts] == [None, "timeout", "timeout"]
+
+
+def test_who_asks_again_gets_other_draws() -> None:
+    """A server with seeds says the same to the same draw: a retry must not be one of those."""
+    said = {0: "hm", 1: "1", 2: "10", 3: "1", 4: "10", 5: "10"}
+    judge = StubJudge(lambda text, vote: said[vote])
+
+    async def main() -> list[Reward]:
+        source = GenRM("judge", section(votes=2, temperature=1.0, vote="majority"), judge)
+        return [(await source.score([item()]))[0] for _ in range(4)]
+
+    rewards = asyncio.run(main())
+    assert judge.votes == [0, 1, 2, 3, 4, 5, 0, 1]  # and what was read begins anew
+    causes = [reward.cause for reward in rewards]
+    assert causes == ["unparseable", "no_majority", None, "unparseable"]
+    assert rewards[2].value == 1.0
+
+
+def test_turns_forget_the_oldest() -> None:
+    turns = Turns()
+    for number in range(KEPT + 1):
+        turns.came_to(str(number), None)
+    assert (turns.of("0"), turns.of("1"), turns.of(str(KEPT))) == (0, 1, 1)
+    turns.came_to("1", None)
+    turns.came_to("2", 0.0)
+    assert (turns.of("1"), turns.of("2")) == (2, 0)
 
 
 def test_one_verdict_has_no_spread() -> None:

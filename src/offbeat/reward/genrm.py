@@ -27,6 +27,7 @@ from offbeat.reward.judge import VerdictBackend
 from offbeat.reward.judge_prompt import JudgePrompt, JudgeText
 from offbeat.reward.pairwise import TIE, Pair, PositionBias, pairs, shares_won
 from offbeat.reward.template import TemplateFailed
+from offbeat.reward.turns import Turns
 from offbeat.reward.votes import Counted, commonest, count_votes
 
 BETWEEN = "\n---\n"
@@ -64,7 +65,7 @@ class GenRM:
         self._name, self._section, self._judge = name, section, judge
         self._prompt = JudgePrompt(name, section)
         self._asker = Asker(section, judge, cache)
-        self._bias = PositionBias()
+        self._bias, self._turns = PositionBias(), Turns()
         self._spreads, self._spread = 0, 0.0
 
     @property
@@ -138,15 +139,18 @@ class GenRM:
         except TemplateFailed as failed:
             return _Heard(Counted(None, "template_error"), reason=str(failed))
         votes, again = self._section.votes, first.draw > 0
+        begin = (first.draw + self._turns.of(text.text)) * votes
         async with asyncio.TaskGroup() as tasks:
             asked = [
-                tasks.create_task(self._asker.ask(text, first.draw * votes + vote, fresh=again))
+                tasks.create_task(self._asker.ask(text, begin + vote, fresh=again))
                 for vote in range(votes)
             ]
         opinions = [task.result() for task in asked]
         calls = [opinion.transcript for opinion in opinions]
         causes = [call.cause for call in calls if call.cause is not None]
         counted = count_votes([call.value for call in calls], causes, self._section.vote)
+        if self._section.temperature > 0:
+            self._turns.came_to(text.text, counted.value)
         if counted.spread is not None and not again:
             self._spreads += 1
             self._spread += (counted.spread - self._spread) / self._spreads
