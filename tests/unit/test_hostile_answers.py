@@ -30,12 +30,14 @@ from engine_models import read_version
 from judge_fakes import StubJudge, item, judged, section
 
 from offbeat.records import Completion, GenerateRequest
+from offbeat.reward.build import build_source
 from offbeat.reward.genrm import GenRM
 from offbeat.reward.judge_engines import EngineBackend, special_tokens
 from offbeat.reward.judge_prompt import JudgePrompt
 from offbeat.reward.neutral import Neutralizer, fence
 from offbeat.reward.template import encode, encode_chat
 from offbeat.rollout.transformers_engine import TransformersEngine
+from offbeat.testing.judge_server import JudgeServer
 from offbeat.testing.tiny import JUDGE_TEMPLATE, make_tiny_judge
 
 CHAT = (
@@ -362,3 +364,25 @@ def test_breaking_is_quick_however_many_tokens_there_are() -> None:
         found = many.text(text)
         assert "[[special-1]]" not in found
     assert time.thread_time() - began < 10
+
+
+def test_what_a_server_is_sent() -> None:
+    """Its tokenizer is not known: the usual special tokens are broken, in one message of a user."""
+    with JudgeServer("Score: 2", model="judge") as server:
+        config = section(base_url=server.base_url, model="judge", cache=False)
+
+        async def main() -> Any:
+            source = build_source("judge", config)
+            await source.start()
+            try:
+                return await source.score([item(attack) for attack in HOSTILE.values()])
+            finally:
+                await source.stop()
+
+        rewards = asyncio.run(main())
+    assert [reward.value for reward in rewards] == [pytest.approx(1 / 9)] * len(HOSTILE)
+    assert len(server.calls) == len(HOSTILE)
+    for call in server.calls:
+        assert [message["role"] for message in call.body["messages"]] == ["user"]
+        assert "<|im_" not in call.text
+        assert "</think>" not in call.text
