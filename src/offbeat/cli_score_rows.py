@@ -104,7 +104,7 @@ class Reading:
         columns = {name: value for name, value in row.columns.items() if name not in own}
         rest = Row(row.line, columns)
         check_pick(self.config, self.path, rest)
-        prompt = replace(plain_prompt(self.config, rest), ordinal=place)
+        prompt = plain_prompt(self.config, rest)
         names = self._names(prompt.columns)
         item = None
         if names:
@@ -179,9 +179,10 @@ class Reading:
 
 
 def items_of(group: Sequence[Entry]) -> list[ScoreItem]:
-    """A group's items, numbered; none if no source scores it."""
+    """A group's items as samples of one prompt; none if no source scores it."""
+    first = group[0].place
     return [
-        replace(entry.item, index=index)
+        replace(entry.item, index=index, prompt=replace(entry.item.prompt, ordinal=first))
         for index, entry in enumerate(group)
         if entry.item is not None
     ]

@@ -7,6 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from tqdm import tqdm
 from offbeat.cli_score_files import stream
 from offbeat.cli_score_progress import Progress
 from offbeat.cli_score_rows import Entry, Reading, items_of, result_of
+from offbeat.cluster.build import EXAMPLES
 from offbeat.cluster.plan import device_kind
 from offbeat.cluster.reward_roles import reward_roles
 from offbeat.cluster.signals import end_on_sigterm
 from offbeat.cluster.specs import RunSpec
+from offbeat.records import ScoreItem
 from offbeat.reward.loop import RewardLoop, Scored
 from offbeat.reward.stats import SourceStats
 
@@ -71,7 +74,7 @@ class Scoring:
         run = RunSpec(f"{chosen.run}-{secrets.token_hex(3)}", device_kind(chosen), Path())
         # a name of its own: what starts must not take the directory of the run itself
         config = chosen.model_copy(update={"run": f"{chosen.run}.{SCOPE}"})
-        async with reward_roles(config, run, note) as rewards:
+        async with reward_roles(config, run, note, self._examples()) as rewards:
             began = time.monotonic()
             total, initial = len(done), sum(done)
             with tqdm(total=total, initial=initial, unit="row", disable=None, leave=False) as bar:
@@ -80,6 +83,12 @@ class Scoring:
                 finally:
                     self._save()
                     self.stats, self.seconds = rewards.stats(SCOPE), time.monotonic() - began
+
+    def _examples(self) -> list[ScoreItem]:
+        """The first answers of the file."""
+        entries = self._reading.entries(stream(self._reading.path))
+        items = (entry.item for entry in entries if entry.item is not None)
+        return list(islice(items, EXAMPLES))
 
     async def _score(self, rewards: RewardLoop, done: bytearray, bar: Any) -> None:
         async with asyncio.TaskGroup() as beside:

@@ -8,6 +8,9 @@ from typing import Any
 
 from offbeat.reward.stats import SourceStats
 
+HEAD = (
+    "source", "scored", "abstained", "failed", "mean", "calls", "cached", "tokens", "calls/s",
+)  # fmt: skip
 _REASON_SHOWN = 160
 
 
@@ -56,12 +59,12 @@ class Tallies:
                 self.of[name].add(line, outcome)
 
     def text(self, stats: Mapping[str, SourceStats], seconds: float) -> str:
-        """The table. `stats` are of what was scored in these seconds: calls and tokens."""
+        """The table. `stats` are of what was scored in these `seconds`: calls, those that the
+        verdict cache answered, tokens."""
         mean = "" if self.mean is None else f", mean {self.mean:.4g}"
         lines = [f"{self.rows} rows, {self.rewarded} with a reward{mean}"]
-        head = ("source", "scored", "abstained", "failed", "mean", "calls", "tokens", "calls/s")
-        table = [head, *(self._row(name, stats.get(name), seconds) for name in self.of)]
-        widths = [max(len(row[column]) for row in table) for column in range(len(head))]
+        table = [HEAD, *(self._row(name, stats.get(name), seconds) for name in self.of)]
+        widths = [max(len(row[column]) for row in table) for column in range(len(HEAD))]
         for row in table:
             cells = [row[0].ljust(widths[0])]
             cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
@@ -79,9 +82,9 @@ class Tallies:
         mean = "-" if tally.mean is None else f"{tally.mean:.4g}"
         counts = (str(tally.scored), str(tally.abstained), str(tally.failed.total()), mean)
         if stats is None:
-            return (name, *counts, "-", "-", "-")
+            return (name, *counts, *["-"] * 4)
         answers = stats.scored + stats.abstained + sum(stats.failed.values())
-        calls = stats.calls - stats.cached or answers
+        calls = stats.calls - stats.cached if stats.calls else answers
         tokens = stats.prompt_tokens + stats.completion_tokens
-        shown = str(tokens) if tokens else "-"
-        return (name, *counts, str(calls), shown, f"{calls / max(seconds, 1e-9):.1f}")
+        costs = (str(count) if stats.calls else "-" for count in (stats.cached, tokens))
+        return (name, *counts, str(calls), *costs, f"{calls / max(seconds, 1e-9):.1f}")

@@ -8,31 +8,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from offbeat.cluster.build import Standing, make_rewards
-from offbeat.cluster.local import LocalReplicas
 from offbeat.cluster.plan import check_memory, plan_pools
 from offbeat.cluster.signals import end_on_sigterm
 from offbeat.cluster.specs import RunSpec
 from offbeat.config import Config
 from offbeat.errors import OffbeatError, UserError
+from offbeat.records import ScoreItem
 from offbeat.reward.loop import RewardLoop
+from offbeat.reward.source import Scorer
+from offbeat.rollout.engine import Engine
 
 Say = Callable[[str], None]
 
 
 @asynccontextmanager
-async def reward_roles(config: Config, run: RunSpec, say: Say) -> AsyncIterator[RewardLoop]:
+async def reward_roles(
+    config: Config, run: RunSpec, say: Say, examples: Sequence[ScoreItem] = ()
+) -> AsyncIterator[RewardLoop]:
     """The reward loop over the run's active sources, started; all that it started ends with it.
 
-    `say` is told what starts. The rollout engine and the trainer are neither started nor needed.
+    `say` is told what starts; scorers are checked on `examples` before they score. The rollout
+    engine and the trainer are neither started nor needed.
     """
-    pools = [s for s in config.active_rewards.values() if s.has_pool]
-    side = _on_ray if pools and config.cluster.backend == "ray" else _here
+    side = _here if config.cluster.backend == "local" else _on_ray
+    if not any(source.has_pool for source in config.active_rewards.values()):
+        side = _nowhere
     async with _within(config, side(config, run, say)) as standing:
-        rewards = await make_rewards(config, standing)
+        rewards = await make_rewards(config, standing, examples=examples)
         try:
             yield rewards
         finally:
@@ -58,11 +64,24 @@ async def _within(
 
 
 @asynccontextmanager
+async def _nowhere(config: Config, run: RunSpec, say: Say) -> AsyncIterator[Standing]:
+    """Functions and external judges have no replicas, and need no torch here."""
+
+    async def no_engine(name: str, index: int) -> Engine:
+        raise RuntimeError(f"{name} has no replica {index}")
+
+    async def no_scorer(name: str, index: int) -> Scorer:
+        raise RuntimeError(f"{name} has no replica {index}")
+
+    yield Standing({}, {}, no_engine, no_scorer)
+
+
+@asynccontextmanager
 async def _here(config: Config, run: RunSpec, say: Say) -> AsyncIterator[Standing]:
+    from offbeat.cluster.local import LocalReplicas
+
     replicas = LocalReplicas(config, run, policy=False)
-    names = ", ".join([*replicas.judges, *replicas.scorers])
-    if names:
-        say(f"starting {names} in this process")
+    say(f"starting {', '.join([*replicas.judges, *replicas.scorers])} in this process")
     try:
         yield await replicas.start()
     finally:
