@@ -109,6 +109,15 @@ def test_passing_faults_are_retried(fault: Fault) -> None:
         assert (reward.status, reward.retries) == ("scored", 1)
 
 
+def test_a_connection_that_breaks_spends_no_retry_but_not_for_ever() -> None:
+    with JudgeServer(script=[Fault(reset=True), Fault(cut=True)]) as server:
+        (reward,) = judged(server, retries=0)
+        assert (reward.status, reward.retries) == ("scored", 2)
+        server.add(*[Fault(reset=True)] * 4)
+        (reward,) = judged(server, retries=0)
+        assert (reward.cause, reward.retries, len(server.calls)) == ("unavailable", 3, 7)
+
+
 def test_an_answer_under_another_name_is_an_answer() -> None:
     with JudgeServer(script=[Fault(content_type="text/plain")]) as server:
         (reward,) = judged(server)

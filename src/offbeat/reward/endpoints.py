@@ -44,9 +44,10 @@ class CallFailed(OffbeatError):
 class Again(Exception):
     """One try failed in a way that may pass, or that another server need not share.
 
-    `unwell` is what may be an outage: no connection, no answer in time, a broken server.
-    `overload` is a server's word that it has too much to do. `limited` closes the server until
-    `after` seconds have passed (None: it did not say); `elsewhere` is worth another server only.
+    `unwell` is what may be an outage: no connection, no answer in time, a broken server; `broke`
+    says that it was the connection. `overload` is a server's word that it has too much to do.
+    `limited` closes the server until `after` seconds have passed (None: it did not say);
+    `elsewhere` is worth another server only.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Again(Exception):
         reason: str,
         *,
         unwell: bool = False,
+        broke: bool = False,
         overload: bool = False,
         limited: bool = False,
         after: float | None = None,
@@ -62,7 +64,7 @@ class Again(Exception):
     ) -> None:
         super().__init__(reason)
         self.cause, self.reason, self.after = cause, reason, after
-        self.unwell, self.overload = unwell, overload
+        self.unwell, self.broke, self.overload = unwell, broke, overload
         self.limited, self.elsewhere = limited, elsewhere
 
 
@@ -200,7 +202,7 @@ class Endpoint:
             reason = f"{self.address}: {type(error).__name__}: {self.clean(str(error))}"
             if isinstance(error, httpx.DecodingError):
                 raise Again("bad_response", reason) from error
-            raise Again("unavailable", reason, unwell=True) from error
+            raise Again("unavailable", reason, unwell=True, broke=True) from error
         if status >= 300:
             self._refuse(status, body, headers)
         if len(body) > LARGEST_BODY:

@@ -8,10 +8,10 @@
 
 A server may be asked while its circuit breaker is closed, it has a seat (`AdaptiveLimit`, up to
 `concurrency`), and its limiter lets another call go (`Retry-After`, requests and tokens a minute).
-A call is tried 1 + `retries` times, each within `deadline_seconds`. Before a failed connection, a
-timeout or a 5xx counts as one of them the server's health is asked for: what was an outage is the
-server's, so the call waits for a server and spends no retry; neither does a 429. A server that is
-out is asked for its health until it is well, then gets one call as a trial.
+A call is tried 1 + `retries` times, each within `deadline_seconds`. Before a timeout or a 5xx
+counts as one of them the server's health is asked for: what was an outage is the server's, so the
+call waits for a server and spends no retry. Neither does it for a connection that broke, nor for a
+429. A server that is out is asked for its health until it is well, then gets one call as a trial.
 
 While no server is well, calls wait, `patience_seconds` from the moment the last one went
 (`down_since`), and a little longer, so that whoever watches can end the run before a sample is
@@ -41,7 +41,8 @@ __all__ = ["CallFailed", "EndpointPool", "retry_after"]
 
 PAUSE_LIMIT_SECONDS = 8.0
 OUTAGES_A_CALL = 3
-"""A call that meets more outages than this is likelier what brings servers down than a victim."""
+"""A call that meets more outages than this, or broken connections, is likelier what brings servers
+down than a victim: what it meets then counts against its retries."""
 GRACE_SECONDS = 2.0
 GRANTS_A_TURN = 32
 """Calls begun in one turn of the event loop, so that a thousand at once do not stop it."""
@@ -243,7 +244,8 @@ class EndpointPool:
             call.limits += 1
         elif again.elsewhere and len(self._endpoints) == 1:
             raise failed from again
-        elif again.unwell and endpoint.breaker.excuses(began) and call.outages < OUTAGES_A_CALL:
+        elif self._is_excused(endpoint, call, began, again):
+            pause = 0.0 if endpoint.breaker.excuses(began) else self._jitter(call.outages)
             call.outages += 1
         elif call.failures < self._section.retries:
             pause = self._jitter(call.failures)
@@ -253,6 +255,13 @@ class EndpointPool:
         self._counts["retries"] += 1
         call.avoid = endpoint
         return pause
+
+    def _is_excused(
+        self, endpoint: Endpoint, call: PendingCall, began: float, again: Again
+    ) -> bool:
+        """Whether a failure is the server's or the network's, and not one of the call's tries."""
+        outage = again.broke or (again.unwell and endpoint.breaker.excuses(began))
+        return outage and call.outages < OUTAGES_A_CALL
 
     def _jitter(self, times: int) -> float:
         return min(PAUSE_LIMIT_SECONDS, self._pause * 2.0**times) * random.uniform(0.5, 1.0)

@@ -18,9 +18,9 @@ LOOKAHEAD = 64
 class PendingCall:
     """One call: what it is estimated to cost in tokens, and what it met so far.
 
-    `failures` are tries that count against `retries`; `outages` met a server's outage and
-    `limits` its rate limit, and do not. `avoid` failed it last; as
-    a `trial` it is the one call to a server that may be well again.
+    `failures` are tries that count against `retries`; `outages` met a server's outage or a broken
+    connection, `limits` a rate limit, and do not. `avoid` failed it last; as a `trial` it is the
+    one call to a server that may be well again.
     """
 
     cost: float
