@@ -11,6 +11,7 @@ import json
 import math
 import time
 from collections.abc import Container, Mapping, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from offbeat.data import (
     select_rows,
 )
 from offbeat.errors import UserError
+from offbeat.pick import picked
 from offbeat.records import Prompt, ScoreItem
 from offbeat.reward.anchor_files import read_anchors
 from offbeat.reward.function import WorkerFailed, WorkerProcess
@@ -125,12 +127,12 @@ def _toml(value: object) -> str:
 def _check_functions(
     config: Config, rows: Sequence[Row], held_out: Sequence[Row], say: Say
 ) -> None:
-    """Runs every function on three rows with empty, reference and short answers.
+    """Runs every function on three rows that it scores, with empty, reference and short answers.
 
     Each runs in a worker process with its deadline, as it does in training.
     """
     found = [
-        (f"reward.{name}.function", source.function, rows, source)
+        (f"reward.{name}.function", source.function, _rows_of(config, name, rows), source)
         for name, source in config.active_rewards.items()
         if source.kind == "function" and source.function is not None
     ]
@@ -145,7 +147,8 @@ def _check_functions(
         say("")
     for key, spec, of, source in found:
         if not of:
-            say(f"{key} = {spec!r} is not tried, as there are no rows here")
+            none = "it scores no row" if rows else "there are no rows here"
+            say(f"{key} = {spec!r} is not tried, as {none}")
             continue
         prompts = [plain_prompt(config, row) for row in of[:3]]
         worker = WorkerProcess(spec, config.base_dir, key, source.style, source.arguments)
@@ -156,6 +159,17 @@ def _check_functions(
         }
         who = f"{key} = {spec!r}"
         asyncio.run(_try_function(worker, who, prompts, answers, source, say))
+
+
+def _rows_of(config: Config, name: str, rows: Sequence[Row]) -> Sequence[Row]:
+    """The first three rows that a source scores."""
+    data, sources = config.data, config.active_rewards
+    scored = (
+        row
+        for row in rows
+        if name in picked(row.columns, sources, data.reward_column, tuple(config.reward))
+    )
+    return list(islice(scored, 3))
 
 
 async def _try_function(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from offbeat.cli import main as offbeat
 from offbeat.config import RewardSourceSection
 from offbeat.errors import UserError
 from offbeat.records import Prompt, Reward, ScoreItem
@@ -279,3 +281,56 @@ def test_a_deadline_is_one_samples_where_they_are_scored_one_by_one(folder: Path
     assert Caller(sync, "verl", {}).one_by_one
     assert not Caller(later, "verl", {}).one_by_one
     assert not Caller(sync, "trl", {}).one_by_one
+
+
+# -- check
+
+
+def test_check_tries_each_style_on_rows_that_it_scores(
+    project: Callable[..., Path], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = project(("rule",))
+    good = (
+        path.read_text()
+        + f"""
+[reward.verl]
+kind = "function"
+function = "{folder}/rewards.py:short"
+style = "verl"
+arguments = {{ factor = 2 }}
+
+[reward.trl]
+kind = "function"
+function = "{folder}/rewards.py:length"
+style = "trl"
+
+[reward.long]
+kind = "function"
+function = "offbeat.rewards:overlong_penalty"
+arguments = {{ max_tokens = 8, buffer = 2 }}
+
+[reward.other]
+kind = "function"
+function = "{folder}/rewards.py:odd"
+when = {{ task = "none of these" }}
+"""
+    )
+    path.write_text(good)
+    assert offbeat(["check", str(path)]) == 0
+    said = capsys.readouterr().out
+    verl, trl, long = (
+        said.split(f"reward.{name}.function = ")[1] for name in ("verl", "trl", "long")
+    )
+    assert "reference answers: 2, 2, 2 (" in verl
+    assert "empty answers: 0, 0, 0 (" in trl
+    assert "short answers: 0, 0, 0 (" in long
+    assert "is not tried, as it scores no row" in said
+    for before, after, says in (
+        ("factor = 2", "faktor = 2", "reward.verl.arguments.faktor is no parameter of short in "),
+        ("max_tokens = 8, buffer = 2", "", "missing 2 required keyword-only arguments"),
+        ("rewards.py:length", "rewards.py:with_ids", "requires completion_ids"),
+        ('style = "verl"', 'style = "trl"', "does not take completions by name"),
+    ):
+        path.write_text(good.replace(before, after))
+        assert offbeat(["check", str(path)]) == 2
+        assert says in capsys.readouterr().err
