@@ -19,6 +19,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     DebertaV2Config,
+    DistilBertConfig,
     LlamaConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
@@ -396,7 +397,13 @@ def test_what_no_start_is_needed_for(tmp_path: Path) -> None:
         intermediate_size=64, num_labels=1, dtype="float32",
     )  # fmt: skip
     AutoModelForSequenceClassification.from_config(kind).save_pretrained(foreign)
+    headless = make_tiny_scorer(tmp_path / "headless", token_level=True)
+    distil = DistilBertConfig(
+        vocab_size=512, dim=64, n_layers=1, n_heads=2, hidden_dim=64, num_labels=1, dtype="float32"
+    )
+    AutoModelForTokenClassification.from_config(distil).save_pretrained(headless)
     for path, settings, words in (
+        (headless, {}, r"no head for tokens for .*headless \(DistilBertForTokenClassification\); "),
         (two, {}, r"two has 2 labels"),
         (two, {"label": "best"}, r"reward\.scorer\.label: 'best' is no label"),
         (fine, {"label": 0}, r"fine has one logit"),

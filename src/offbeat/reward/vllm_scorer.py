@@ -206,14 +206,22 @@ class VllmScorer:
                 f"{self._setting}: vLLM refuses {self._path} as a scorer with engine_args = "
                 f"{self._section.engine_args} ({_short(error)}); mend them, or {TRANSFORMERS}"
             ) from error
+        kind = ", ".join(self._config.architectures or ())
+        if self._token_level and config.model_config.using_transformers_backend():
+            raise UserError(
+                f"{self._setting}: vLLM has no head for tokens for {self._path} ({kind}); "
+                f"{TRANSFORMERS}"
+            )
         if device == "cpu":
             self._check_heads(config.model_config.get_head_size())
         try:
             return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         except RuntimeError as error:
+            doubt = f", whose head for tokens ({kind}) it may not know" * self._token_level
             raise UserError(
-                f"{self._setting}: vLLM does not start with {self._path} ({_short(error)}); what "
-                f"its processes wrote says why; mend that, or {TRANSFORMERS}"
+                f"{self._setting}: vLLM does not start with {self._path}{doubt} "
+                f"({_short(error)}); what its processes wrote says why; mend that, or "
+                f"{TRANSFORMERS}"
             ) from error
 
     def _check_heads(self, size: int) -> None:
