@@ -18,6 +18,7 @@ import pytest
 
 from offbeat.testing.judge_answers import END, choose, log_probs, tokens_of
 from offbeat.testing.judge_faults import BABBLE, GARBAGE
+from offbeat.testing.judge_process import main
 from offbeat.testing.judge_server import (
     Fault,
     JudgeServer,
@@ -314,3 +315,22 @@ def test_in_a_process_of_its_own_killed_and_back(tmp_path: Path) -> None:
         _ = judge.pid
     with pytest.raises(RuntimeError, match="did not start"):
         judge_process("--port", "nonsense").__enter__()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--script", "nowhere.json"], "--script: nowhere.json: [Errno 2]"),
+        (["--mix", '{"hangs": 1}'], "unexpected keyword argument 'hangs'"),
+        (["--mix", '{"hang": 2}'], "sum to 1 at most"),
+        (["--port", "{taken}"], "--port {taken}: [Errno 98]"),
+    ],
+)
+def test_options_that_cannot_be_used(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with JudgeServer() as other:
+        taken = other.base_url.removesuffix("/v1").rpartition(":")[2]
+        with pytest.raises(SystemExit):
+            main([option.replace("{taken}", taken) for option in options])
+    assert words.replace("{taken}", taken) in capsys.readouterr().err

@@ -10,9 +10,10 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from offbeat.testing.judge_faults import LogNormal, Mix, read_script
+from offbeat.testing.judge_faults import Fault, LogNormal, Mix, read_script
 
 START_SECONDS = 60.0
 
@@ -104,10 +105,21 @@ def judge_process(*options: str) -> Iterator[JudgeProcess]:
         judge.stop()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line: serves until it is interrupted, or, as a child, its parent is gone."""
-    from offbeat.testing.judge_server import JudgeServer
+def _script(path: str) -> list[Fault]:
+    try:
+        return read_script(Path(path))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error}") from None
 
+
+def _mix(text: str) -> Mix:
+    try:
+        return Mix(**json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m offbeat.testing.judge_server",
         description="A fake OpenAI-compatible judge with faults, for tests.",
@@ -120,30 +132,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--distribution", type=json.loads, help='verdicts by probability: {"8": 0.7, "3": 0.3}')
     add("--delay", type=float, default=0.0, help="seconds before each answer")
     add("--latency", type=float, nargs=2, metavar=("MEDIAN", "SIGMA"), help="log-normal, seconds")
-    add("--script", type=Path, help='faults in order: [{"status": 500}, {}, {"hang": true}]')
-    add("--mix", type=json.loads, help='shares of random faults: {"garbage": 0.2, "hang": 0.05}')
+    faults = 'faults in order: [{"status": 500}, {}, {"hang": true}]'
+    add("--script", type=_script, default=[], metavar="FILE.json", help=faults)
+    add("--mix", type=_mix, help='shares of random faults: {"garbage": 0.2, "hang": 0.05}')
     add("--fail-every", type=int, default=0, help="each n-th call answers 500")
     add("--seed", type=int, default=0, help="of latency and mix")
     add("--child", action="store_true", help="end when standard input does")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line: serves until it is interrupted, or, as a child, its parent is gone."""
+    from offbeat.testing.judge_server import JudgeServer
+
+    parser = _parser()
     told = parser.parse_args(arguments)
     server = JudgeServer(
         told.reply,
-        read_script(told.script) if told.script else (),
+        told.script,
         model=told.model,
         delay=told.delay,
         latency=LogNormal(told.latency[0], told.latency[1], told.seed) if told.latency else None,
         distribution=told.distribution,
-        mix=Mix(**{"seed": told.seed, **told.mix}) if told.mix else None,
+        mix=replace(told.mix, seed=told.mix.seed or told.seed) if told.mix else None,
         fail_every=told.fail_every,
         host=told.host,
         port=told.port,
         keep_calls=False,
     )
-    with server, contextlib.suppress(KeyboardInterrupt):
-        sys.stdout.write(f"{server.base_url}\n")
-        sys.stdout.flush()
+    try:
+        server.start()
+    except (OSError, OverflowError) as error:
+        parser.error(f"--port {told.port}: {error}")
+    sys.stdout.write(f"{server.base_url}\n")
+    sys.stdout.flush()
+    with contextlib.suppress(KeyboardInterrupt):
         if told.child:
             sys.stdin.read()
         else:
             threading.Event().wait()
+    server.stop()
     return 0
