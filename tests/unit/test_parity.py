@@ -311,11 +311,15 @@ def test_a_replacement_with_other_weights_does_not_join(
         await source.start()
         before = await source.score([item("4")])
         await dying.stop()
+        assert source.down_since is None
         lost = await source.score([item("4")])
         assert lost[0].cause == "replica_lost"
+        assert source.down_since == pytest.approx(asyncio.get_running_loop().time(), abs=60)
+        assert source.facts()["replicas"] == 0
         async with asyncio.timeout(60):
             after = await source.score([item("4")])
         assert source.facts()["replicas"] == 1
+        assert source.down_since is None
         await source.stop()
         with pytest.raises(RunFailed, match="not running"):
             await wrong.health()

@@ -91,8 +91,8 @@ class DisRM:
 
     @property
     def down_since(self) -> float | None:
-        """None: it serves, or says so by failures."""
-        return None
+        """Since when (the event loop's time) no replica has served; samples wait meanwhile."""
+        return self._replicas.down_since
 
     def facts(self) -> Mapping[str, float]:
         """Replicas that serve, texts that wait, and texts cut from the front so far."""
