@@ -286,7 +286,8 @@ class EngineBackend:
             with self._encoding:
                 spell(self._tokenizer, self._encoded("Grade:"), verdicts)
         except CannotSpell as error:
-            key = "choices" if self._section.choices else "scale"
+            named = self._section.choices or self._section.pairwise is not None
+            key = "choices" if named else "scale"
             raise UserError(
                 f'reward.{self._name}.{key}: parser = "expected" cannot tell its verdicts apart '
                 f"by the judge's tokenizer: {error}; choose others"
