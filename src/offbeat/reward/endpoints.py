@@ -25,6 +25,7 @@ from offbeat.reward.limiter import shared_limiter
 LARGEST_BODY = 1_000_000
 """An answer of more bytes is not a verdict."""
 PROBE_SECONDS = 10.0
+SHORTEST_PROBE_SECONDS = 2.0
 _TOO_LONG = ("context_length_exceeded", "context length", "maximum context", "too long")
 _OF_THE_SERVER = frozenset({401, 402, 403, 404, 405, 501})
 """Refusals that another server need not share: its key, its models, its routes."""
@@ -171,7 +172,7 @@ class Endpoint:
         Raises `Unwell`, or `UserError` where the key is refused.
         Any answer but a refusal of the key or a 5xx will do: not all servers list models.
         """
-        deadline = min(PROBE_SECONDS, self._deadline)
+        deadline = min(PROBE_SECONDS, max(SHORTEST_PROBE_SECONDS, self._deadline))
         try:
             async with asyncio.timeout(deadline):
                 status, body, _ = await self._request("GET", "/models")
