@@ -15,6 +15,7 @@ from offbeat.rollout.validation_metrics import Answer, summarise
 
 log = logging.getLogger(__name__)
 SCOPE = "validation"
+AT_ONCE = 64
 LATE = "validation_deadline"
 """Cause of a reward that was not there when the validation's time was over."""
 
@@ -60,13 +61,13 @@ class Marking:
             work = self._score(self._scoring.rewards, place, completions)
             self._running[place] = self._tasks.create_task(work, name=f"{SCOPE}/{place}")
 
-    def take(self, completions: Sequence[Completion]) -> None:
+    async def take(self, completions: Sequence[Completion]) -> None:
         """Takes completions of any prompts, told apart by their request's id."""
-        by_place: dict[int, list[Completion]] = {place: [] for place in range(len(self._prompts))}
-        for completion in completions:
-            by_place[int(completion.request_id.rpartition("/")[2])].append(completion)
-        for place, found in by_place.items():
-            self.answered(place, sorted(found, key=lambda completion: completion.index))
+        by_place = await asyncio.to_thread(_by_place, completions, len(self._prompts))
+        for place, found in enumerate(by_place):
+            self.answered(place, found)
+            if place % AT_ONCE == 0:
+                await asyncio.sleep(0)  # nobody waits for thousands of tasks to be made
 
     def forget(self) -> None:
         """Drops all answers and ends their scoring."""
@@ -151,3 +152,11 @@ class Marking:
             sources=[None if source is None else str(source) for source in sources],
             rewards=names,
         )
+
+
+def _by_place(completions: Sequence[Completion], prompts: int) -> list[list[Completion]]:
+    """The completions of each prompt, by index."""
+    found: list[list[Completion]] = [[] for _ in range(prompts)]
+    for completion in completions:
+        found[int(completion.request_id.rpartition("/")[2])].append(completion)
+    return [sorted(of, key=lambda completion: completion.index) for of in found]

@@ -121,7 +121,7 @@ class Validator:
         try:
             async with asyncio.TaskGroup() as tasks:
                 marking = self._marking(tasks)
-                marking.take(completions)
+                await marking.take(completions)
                 return await marking.metrics(until)
         except ExceptionGroup as group:
             raise first_of(group) from None
