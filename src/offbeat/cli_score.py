@@ -101,24 +101,28 @@ def score(path: Path, overrides: Sequence[str], options: ScoreOptions, say: Say,
 def choose(config: Config, sources: str | None) -> Config:
     """The configuration with the sources to ask, by their names with commas between.
 
-    Where none of them adds to a total, each does, with weight 1: they are tried, not trained on.
+    They are tried, not trained on. So their failures do not stall it, however many: they are what
+    is to be seen. And where none of the named ones adds to a total, each does, with weight 1.
     """
-    if sources is None:
-        return config
+    update: dict[str, Any] = {"max_failed_share": 1.0}
+    names = tuple(config.active_rewards) if sources is None else _named(config, sources)
+    if not any(config.reward[n].role == "add" and config.reward[n].weight for n in names):
+        update |= {"role": "add", "weight": 1.0}
+    tried = {name: config.reward[name].model_copy(update=update) for name in names}
+    return config.model_copy(update={"use_rewards": names, "reward": {**config.reward, **tried}})
+
+
+def _named(config: Config, sources: str) -> tuple[str, ...]:
     names = tuple(filter(None, (name.strip() for name in sources.split(","))))
+    if not names:
+        raise UserError(f"--sources names none; there are {', '.join(config.reward)}")
     for name in names:
         if name not in config.reward:
             raise UserError(
                 f"--sources names {name!r}, which is no reward source; there are "
                 f"{', '.join(config.reward)}"
             )
-    if not names:
-        raise UserError(f"--sources names none; there are {', '.join(config.reward)}")
-    found = {name: section for name, section in config.reward.items() if name in names}
-    if not any(section.role == "add" and section.weight for section in found.values()):
-        plain = {"role": "add", "weight": 1.0}
-        found = {name: section.model_copy(update=plain) for name, section in found.items()}
-    return config.model_copy(update={"use_rewards": names, "reward": {**config.reward, **found}})
+    return names
 
 
 def _places(options: ScoreOptions) -> tuple[Path, Path]:

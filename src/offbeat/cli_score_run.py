@@ -48,6 +48,7 @@ class Scoring:
         self._flying = 0
         self._changed = asyncio.Event()
         self._pending: dict[int, tuple[bool, str]] = {}
+        self._failed = 0
         self.stats: Mapping[str, SourceStats] = {}
         self.seconds = 0.0
 
@@ -113,9 +114,12 @@ class Scoring:
             result = result_of(found, self._reading.chosen, self._reading.into)
             outcomes = result[f"{self._reading.into}s"].values()
             failed = any(outcome and outcome["status"] == "failed" for outcome in outcomes)
+            self._failed += failed
             self._pending[entry.place] = failed, json.dumps(result)
         self._flying -= len(group)
         self._changed.set()
+        if self._failed:
+            bar.set_postfix(failed=self._failed, refresh=False)
         bar.update(len(group))
 
     async def _room(self, rewards: RewardLoop, rows: int) -> None:

@@ -407,6 +407,19 @@ def test_failures_are_named_and_never_numbers(
     assert "judge failed(" in capsys.readouterr().out
 
 
+def test_a_source_that_always_fails_is_reported_and_stalls_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = config(folder, right=function("right"), seen=function("seen", "retries = 0"))
+    file = answers(folder / "a.jsonl", 200)
+    assert score(path, file, "--reward.seen.max_failed_share", "0.1") == 0
+    out = read(folder / "a.scored.jsonl")
+    assert {row["rewards"]["seen"]["cause"] for row in out} == {"raised"}
+    assert {row["rewards"]["right"]["status"] for row in out} == {"scored"}
+    said = capsys.readouterr().out
+    assert "seen failed(raised) 200, first at line 1: AssertionError: ['reference']" in said
+
+
 def test_rows_of_a_group_are_compared(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rows on end with one prompt are a group, or those with one value of --group-column."""
 
