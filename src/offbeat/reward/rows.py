@@ -94,6 +94,7 @@ class RowEncoder:
         self._special = _special_tokens(self.tokenizer)
         own = self.tokenizer.model_max_length
         most = own if own < LARGEST_LENGTH else LARGEST_LENGTH
+        self.tokenizer.model_max_length = LARGEST_LENGTH  # it would warn of what is handled here
         self.limit = min(self._section.max_context, _positions(config), most)
         added = len(self.tokenizer("")["input_ids"])
         if self.limit <= added:
