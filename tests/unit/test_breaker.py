@@ -23,11 +23,22 @@ def test_it_opens_after_failures_on_end_only() -> None:
     breaker = Breaker()
     for _ in range(3):
         for _ in range(FAILURES_ON_END - 1):
-            breaker.failed(False, 1.0, 2.0)
+            breaker.failed(False, 2.0, 2.0)
         assert (breaker.state, breaker.passes) == ("closed", True)
         breaker.succeeded(False, 2.0)
     breaker = broken()
     assert (breaker.state, breaker.since, breaker.passes) == ("open", 10.0, False)
+
+
+def test_calls_that_are_lost_singly_do_not_open_it_though_they_fail_together() -> None:
+    breaker = Breaker()
+    breaker.succeeded(False, 1.0)  # of a burst that began at 0
+    for _ in range(20):
+        breaker.failed(False, 0.0, 5.0)
+    assert breaker.state == "closed"
+    for _ in range(FAILURES_ON_END):
+        breaker.failed(False, 2.0, 7.0)  # nothing was answered since
+    assert breaker.state == "open"
 
 
 def test_one_trial_passes_and_decides() -> None:

@@ -235,6 +235,32 @@ def test_a_server_that_lists_its_model_but_cannot_judge_yet_loses_nothing_either
     run(main())
 
 
+def test_a_server_that_loses_single_calls_is_neither_out_nor_overloaded() -> None:
+    async def main() -> None:
+        server = Server(0.5)
+        pool = await started(
+            pool_of(Network(one=server), retries=0, deadline_seconds=5, concurrency=128)
+        )
+        handle = server.call
+
+        async def loses_some(content: bytes) -> httpx.Response:
+            if len(server.at) % 20 == 7:
+                server.at.append(now())
+                await asyncio.sleep(3600)
+            return await handle(content)
+
+        server.call = loses_some  # type: ignore[method-assign]
+        for _ in range(10):
+            found = Counter(await asks(pool, 128))
+            assert set(found) == {0, "timeout"}
+            assert 5 <= found["timeout"] <= 8
+            assert pool.down_since is None
+        assert pool.facts()["limit"] == 128
+        await pool.stop()
+
+    run(main())
+
+
 def test_past_patience_calls_fail_and_nobody_waits_again() -> None:
     async def main() -> None:
         one, two = Server(0.5), Server(0.5)

@@ -20,7 +20,9 @@ class Breaker:
 
     It opens after 5 failures on end, or when it is told to, and closes when a trial succeeds; a
     trial that fails opens it again. Who owns it asks for the server's health while it is open, and
-    half-opens it. What a call that began before the last closing comes to says nothing of now.
+    half-opens it. A failure counts only if its call began after the server's last answer to another
+    one: calls of a burst that are lost singly fail together, and say nothing against a server that
+    answered meanwhile. Nor does a call that began before the last closing.
     """
 
     def __init__(self, threshold: int = FAILURES_ON_END) -> None:
@@ -30,7 +32,7 @@ class Breaker:
         """When it opened; None while it is closed."""
         self._failures = 0
         self._trial = False
-        self._closed_at = -math.inf
+        self._closed_at = self._answered_at = -math.inf
 
     @property
     def passes(self) -> bool:
@@ -46,6 +48,7 @@ class Breaker:
 
     def succeeded(self, trial: bool, now: float) -> None:
         """The server answered a call, whatever it said."""
+        self._answered_at = now
         if trial and self.state == "half_open":
             self.close(now)
         elif self.state == "closed":
@@ -55,7 +58,7 @@ class Breaker:
         """A call that began at `began` found no connection, no answer, or a broken server."""
         if trial and self.state == "half_open":
             self.open(now)
-        elif self.state == "closed" and began >= self._closed_at:
+        elif self.state == "closed" and began >= max(self._closed_at, self._answered_at):
             self._failures += 1
             if self._failures >= self._threshold:
                 self.open(now)
