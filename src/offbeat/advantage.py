@@ -87,6 +87,7 @@ def gdpo_advantages(
     *,
     eps: float = 1e-4,
     min_scored: int = 2,
+    vetoed: Sequence[bool] = (),
 ) -> Advantages:
     """The advantages of one group, each source normalised on its own (GDPO, arXiv 2601.05242).
 
@@ -97,6 +98,8 @@ def gdpo_advantages(
     Args:
         parts: one a sample: values by source; None where the sample was dropped.
         weights: of all sources that add; with signed weights absolute values count.
+        vetoed: one a sample, or none at all: no vetoed sample is better than any other, also where
+            one of them lacks a source.
 
     Raises:
         ValueError: as `group_advantages`.
@@ -120,6 +123,9 @@ def gdpo_advantages(
         if enough and size > 0:
             total = math.fsum(weights[name] * by_source[name].values[i] for name in there)
             found[i] = total / size * whole
+    out = np.array([*vetoed] or [False] * len(parts), dtype=np.bool_) & mask
+    if out.any() and (mask & ~out).any():
+        found[out] = np.minimum(found[out], found[mask & ~out].min())
     if found.any():
         found[mask] -= math.fsum(found[mask]) / n
     return Advantages(found, mask, n, enough, bool(found.any()), 0.0, _moments([*found[mask]])[1])

@@ -222,13 +222,14 @@ class Sample:
 
     `total` is the combined reward, None if the sample was dropped. `parts` are the values that
     each source of role "add" brings to it, after gates and normalisation and before weights;
-    sources without a value are absent.
+    sources without a value are absent. `vetoed`: a veto left nothing of it.
     """
 
     completion: Completion
     rewards: Mapping[str, Reward]
     total: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
+    vetoed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

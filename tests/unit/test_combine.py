@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offbeat.advantage import gdpo_advantages, group_advantages
 from offbeat.config import RewardSourceSection
 from offbeat.records import Reward
 from offbeat.reward.combine import combine, combine_group, decide
@@ -152,3 +153,49 @@ def test_failures_enter_no_total_and_vetoed_samples_are_never_the_best(
         elif gate is not None and gate < 0.5:
             assert one.total is not None
             assert one.total <= min(0.0, lowest)
+
+
+def test_a_dropped_samples_total_is_not_a_vetoed_ones() -> None:
+    """What is left of a failed sample, at the size that it would have had, is no one's reward."""
+    config = {
+        "a": section(weight=0.1),
+        "b": section(weight=10.0),
+        "format": section(role="veto", on_failure="abstain"),
+    }
+    failed = of(a=-1.0, b="timeout", format=1.0)
+    dropped, vetoed, _ = combine_group(
+        [failed, of(a=1.0, b=1.0, format=0.0), of(a=1.0, b=1.0, format=1.0)], config
+    )
+    assert (dropped.total, vetoed.total, vetoed.vetoed) == (None, 0.0, True)
+
+
+weights = st.sampled_from([-2.0, -0.5, 1.0, 3.0])
+
+
+@given(
+    st.lists(st.tuples(values, values, st.one_of(st.none(), st.floats(0, 1))), min_size=2),
+    st.tuples(weights, weights),
+)
+def test_no_vetoed_sample_has_a_better_advantage_than_another(
+    group: list[tuple[float | str | None, float | str | None, float | None]],
+    signed: tuple[float, float],
+) -> None:
+    """Whatever the weights' signs, and whichever sources failed for whom; by either combination."""
+    config = {
+        "a": section(weight=signed[0], on_failure="abstain"),
+        "b": section(weight=signed[1]),
+        "format": section(role="veto", on_failure="abstain"),
+    }
+    found = combine_group([of(a=a, b=b, format=f) for a, b, f in group], config)
+    by_source = gdpo_advantages(
+        [None if one.total is None else one.parts for one in found],
+        {"a": signed[0], "b": signed[1]},
+        vetoed=[one.vetoed for one in found],
+    )
+    summed = group_advantages([one.total for one in found], algorithm="grpo")
+    kept = [i for i, one in enumerate(found) if one.total is not None]
+    for advantages in (by_source.values, summed.values):
+        free = [advantages[i] for i in kept if not found[i].vetoed]
+        for i in kept:
+            if found[i].vetoed and free:
+                assert advantages[i] <= min(free) + 1e-9

@@ -6,8 +6,8 @@ present weights and multiplied by all weights. With signed weights their absolut
 
 Two roles are gates. A source of role "multiply" multiplies what the others add by its value (0 to
 1). One of role "veto" whose value is under its `veto_below` leaves nothing of it: the total is 0,
-or the lowest total of the group's other samples if that is below 0, so that a vetoed sample is
-never better than one that was not. A gate without a value does nothing (what a failure does to the
+or the lowest total of the group's other samples that are kept if that is below 0, so that a vetoed
+sample is never better than one that was not. A gate without a value does nothing (what a failure does to the
 sample is `on_failure`'s to say).
 """
 
@@ -27,12 +27,13 @@ Sections = Mapping[str, RewardSourceSection]
 
 @dataclass(frozen=True, slots=True)
 class Combined:
-    """A sample's total (None if it is dropped), what it consists of (`Sample.parts`), and what
-    becomes of the sample."""
+    """A sample's total (None if it is dropped), what it consists of (`Sample.parts`), what
+    becomes of the sample, and whether a veto left nothing of it."""
 
     total: float | None
     parts: dict[str, float]
     verdict: Decision
+    vetoed: bool = False
 
 
 def present(reward: Reward) -> bool:
@@ -42,20 +43,22 @@ def present(reward: Reward) -> bool:
 
 def combine_group(rewards: Sequence[Mapping[str, Reward]], config: Sections) -> list[Combined]:
     """One `Combined` a sample of a group; the keys of `rewards` are the sources that score it."""
-    found = [_alone(of_sample, config) for of_sample in rewards]
+    alone = [_alone(of_sample, config) for of_sample in rewards]
     vetoed = [_vetoed(of_sample, config) for of_sample in rewards]
+    found = [
+        _decided(one, "keep" if veto else decide(of_sample, config, one.total))
+        for one, veto, of_sample in zip(alone, vetoed, rewards, strict=True)
+    ]
     free = [one for one, veto in zip(found, vetoed, strict=True) if not veto and one.parts]
-    totals = [one.total for one in free if one.total is not None]
-    names = {name for of_sample in rewards for name in of_sample if config[name].role == "add"}
-    worst = {name: min([0.0, *(f.parts[name] for f in free if name in f.parts)]) for name in names}
+    lowest = min([0.0, *(one.total for one in free if one.total is not None)])
     for place, veto in enumerate(vetoed):
         if veto:
-            parts = {name: worst[name] for name in rewards[place] if name in names}
-            found[place] = Combined(min([0.0, *totals]), parts, "keep")
-    return [
-        _decided(one, decide(of_sample, config, one.total))
-        for one, of_sample in zip(found, rewards, strict=True)
-    ]
+            names = [name for name in rewards[place] if config[name].role == "add"]
+            there = [name for name in names if name in alone[place].parts] or names
+            parts = {name: _worst(name, config[name].weight, free) for name in there}
+            verdict = decide(rewards[place], config, lowest)
+            found[place] = _decided(Combined(lowest, parts, "keep", vetoed=True), verdict)
+    return found
 
 
 def combine(rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> float | None:
@@ -109,6 +112,12 @@ def _vetoed(rewards: Mapping[str, Reward], config: Sections) -> bool:
         config[name].role == "veto" and value < config[name].veto_below
         for name, value in _values(rewards).items()
     )
+
+
+def _worst(name: str, weight: float, free: Sequence[Combined]) -> float:
+    """What a source brings to a vetoed sample: nothing, or the least good of what others have."""
+    values = [0.0, *(one.parts[name] for one in free if name in one.parts)]
+    return max(values) if weight < 0 else min(values)
 
 
 def _values(rewards: Mapping[str, Reward]) -> dict[str, float]:

@@ -50,13 +50,14 @@ Rewards = dict[str, Reward]
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """All rewards of one sample, their total (None if dropped), what to do with it, and the
-    total's parts (`Sample.parts`)."""
+    """All rewards of one sample, their total (None if dropped), what to do with it, the total's
+    parts (`Sample.parts`), and whether a veto left nothing of it."""
 
     rewards: Rewards
     total: float | None
     verdict: Decision
     parts: Mapping[str, float] = field(default_factory=dict)
+    vetoed: bool = False
 
 
 class RewardLoop:
@@ -159,7 +160,7 @@ class RewardLoop:
         rewards = self._normalised(rewards, learn=scope == TRAIN)
         combined = combine_group(rewards, self._config)
         return [
-            Scored(of_sample, one.total, one.verdict, one.parts)
+            Scored(of_sample, one.total, one.verdict, one.parts, one.vetoed)
             for of_sample, one in zip(rewards, combined, strict=True)
         ]
 

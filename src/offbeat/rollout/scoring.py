@@ -45,7 +45,7 @@ async def combine(
         if found.verdict == "drop_group":
             raise GroupFailed(f"reward failed: {', '.join(loop.spoils(found.rewards))}")
     samples = [
-        Sample(one.completion, found.rewards, found.total, found.parts)
+        Sample(one.completion, found.rewards, found.total, found.parts, found.vetoed)
         for one, found in zip(rated, scored, strict=True)
     ]
     if sum(sample.total is not None for sample in samples) < min_scored:

@@ -85,6 +85,7 @@ def batch_advantages(
             gdpo,
             eps=train.advantage_eps,
             min_scored=train.min_scored,
+            vetoed=[sample.vetoed for sample in group.samples],
         )
         for group in batch.groups
     ]
