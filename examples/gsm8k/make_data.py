@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 
 def prompt(question: str, reference: str) -> Row:
-    """The columns of [data]. The reference is the worked solution, whose last line has the number."""
+    """The columns of [data]. The reference is the worked solution; its last line has the number."""
     content = f"{question}\n{INSTRUCTION}"
     return {
         "prompt": [{"role": "user", "content": content}],
