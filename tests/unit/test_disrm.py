@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from offbeat.config import RewardSourceSection
-from offbeat.errors import UserError
+from offbeat.errors import RequestRefused, UserError
 from offbeat.records import Prompt, Reward, ScoreItem, Span
 from offbeat.reward.build import build_source
 from offbeat.reward.disrm import DisRM, TransformersScorer
@@ -306,9 +306,50 @@ def test_a_broken_scorer_steps_back() -> None:
     dead, alive = FakeScorer(error=RuntimeError("actor died")), FakeScorer(0.001)
     rewards = scored([dead, alive], [item("x")] * 40, seats=2)
     assert len(dead.batches) == 1
-    assert [reward.cause for reward in rewards].count("unavailable") == 2
+    assert all(reward.status == "scored" for reward in rewards), "each was asked of the other one"
     rewards = scored([FakeScorer(60)], [item("x")], deadline_seconds=0.1)
     assert rewards[0].cause == "timeout"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("odd token"), RequestRefused("odd token")])
+def test_a_text_that_a_scorer_cannot_take_fails_alone(error: Exception) -> None:
+    class Choosy(FakeScorer):
+        async def logits(self, items: Sequence[ScoreItem]) -> list[Logit]:
+            if any(one.completion == "odd" for one in items):
+                raise error
+            return await super().logits(items)
+
+    found = scored([Choosy()], [item(text) for text in ("a", "bb", "odd", "cccc", "ddddd", "f")])
+    assert [r.value for r in found] == [1.0, 2.0, None, 4.0, 5.0, 1.0]
+    assert found[2].status == "failed"
+    assert "odd token" in found[2].reason
+
+
+def test_a_scorer_that_fails_at_everything_is_not_asked_for_each() -> None:
+    broken = FakeScorer(error=RuntimeError("out of memory"))
+    found = scored([broken], [item("a") for _ in range(20)], retries=0)
+    assert {r.cause for r in found} == {"unavailable"}
+    assert broken.batches == [20, 1, 1, 1]
+
+
+def test_whatever_breaks_one_batch_the_next_one_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who served the line and is gone would leave all later samples waiting for ever."""
+
+    async def main() -> list[Reward]:
+        source = DisRM("scorer", section("m"), [FakeScorer()])
+        await source.start()
+        reads = source._reward
+        monkeypatch.setattr(source, "_reward", None)
+        (broken,) = await source.score([item("a")])
+        monkeypatch.setattr(source, "_reward", reads)
+        async with asyncio.timeout(10):
+            (well,) = await source.score([item("a")])
+        await source.stop()
+        return [broken, well]
+
+    broken, well = asyncio.run(main())
+    assert (broken.cause, well.value) == ("unavailable", 1.0)
+    assert "not callable" in broken.reason
 
 
 def test_what_was_cut_is_told_and_counted() -> None:

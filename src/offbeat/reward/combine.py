@@ -7,8 +7,8 @@ present weights and multiplied by all weights. With signed weights their absolut
 Two roles are gates. A source of role "multiply" multiplies what the others add by its value (0 to
 1). One of role "veto" whose value is under its `veto_below` leaves nothing of it: the total is 0,
 or the lowest total of the group's other samples that are kept if that is below 0, so that a vetoed
-sample is never better than one that was not. A gate without a value does nothing (what a failure does to the
-sample is `on_failure`'s to say).
+sample is never better than one that was not. A gate without a value does nothing (what a failure
+does to the sample is `on_failure`'s to say).
 """
 
 from __future__ import annotations

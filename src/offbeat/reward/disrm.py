@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from offbeat.config import RewardSourceSection
-from offbeat.errors import DeadlinePassed, OffbeatError, UserError
+from offbeat.errors import DeadlinePassed, OffbeatError, RequestRefused, UserError
 from offbeat.records import Reward, ScoreItem, Span
 from offbeat.reward.parity import Difference, RowCheck, difference
 from offbeat.reward.pool import CallFailed
@@ -31,6 +31,8 @@ from offbeat.reward.waiting import Waiter, WaitingLine
 __all__ = ["DisRM", "TransformersScorer"]
 
 STOP_SECONDS = 10.0
+FAILURES_ON_END = 3
+"""As many samples of a batch, scored alone, fail on end before the rest is given up."""
 
 
 class DisRM:
@@ -127,28 +129,51 @@ class DisRM:
             waiters = await self._line.take(self._section.seats, len(self._replicas.serving) or 1)
             try:
                 await self._batch(waiters)
+            except Exception as error:  # boundary: whatever it is, the next batch is served
+                reason = f"{type(error).__name__}: {error}"
+                for waiter in waiters:
+                    waiter.give(self._failed("unavailable", reason))
             finally:
                 for waiter in waiters:
                     waiter.give(self._failed("unavailable", "the source was stopped"))
 
     async def _batch(self, waiters: Sequence[Waiter]) -> None:
-        """Scores a batch; an unrenderable text fails alone."""
+        """Scores a batch; what a well replica cannot score fails alone."""
         try:
             logits = await self._replicas.call(
                 lambda scorer: _logits(scorer, [waiter.item for waiter in waiters])
             )
         except TemplateFailed as failed:
-            if len(waiters) > 1:
-                for waiter in waiters:
-                    await self._batch([waiter])
-            else:
-                waiters[0].give(self._failed("template_error", str(failed)))
+            await self._apart(waiters, "template_error", str(failed))
+        except RequestRefused as refused:
+            await self._apart(waiters, "too_long", str(refused))
         except CallFailed as failed:
+            if failed.cause == "unavailable" and self._replicas.down_since is None:
+                await self._apart(waiters, failed.cause, failed.reason)
+                return
             for waiter in waiters:
                 waiter.give(self._failed(failed.cause, failed.reason))
         else:
             for waiter, logit in zip(waiters, logits, strict=True):
                 waiter.give(self._reward(logit))
+
+    async def _apart(self, waiters: Sequence[Waiter], cause: str, reason: str) -> None:
+        """After a batch that failed as a whole: each sample alone, for it may be one's own."""
+        if len(waiters) == 1:
+            waiters[0].give(self._failed(cause, reason))
+            return
+        vain = 0
+        for waiter in waiters:
+            if vain < FAILURES_ON_END:
+                await self._batch([waiter])
+                vain = vain + 1 if self._is_unavailable(waiter) else 0
+            else:
+                waiter.give(self._failed(cause, reason))
+
+    @staticmethod
+    def _is_unavailable(waiter: Waiter) -> bool:
+        answer = waiter.answer
+        return not answer.cancelled() and answer.result().cause == "unavailable"
 
     def _reward(self, logit: Logit) -> Reward:
         if logit.value is None:
