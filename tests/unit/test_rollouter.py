@@ -447,3 +447,28 @@ def test_a_wait_without_end_says_whom_it_waits_for(tmp_path: Path) -> None:
 
     config = config_of(tmp_path, batch_deadline_seconds=0.3)
     drive(tmp_path, config, [FakeEngine(behave)], body, total=16)
+
+
+def test_time_in_which_a_source_is_down_is_not_the_batchs(tmp_path: Path) -> None:
+    """Also where it went down in the last wait that the deadline leaves."""
+
+    class Down(FakeRewards):
+        @property
+        def stalled_seconds(self) -> float:  # type: ignore[override]
+            return min(5.0, max(0.0, asyncio.get_running_loop().time() - down_at))
+
+    down_at = math.inf
+
+    async def behave(ordinal: int, attempt: int) -> None:
+        await asyncio.sleep(0.45)
+
+    async def body(rollouter: Rollouter) -> int:
+        nonlocal down_at
+        down_at = asyncio.get_running_loop().time() + 0.1
+        return len((await rollouter.batch(0)).groups)
+
+    config = config_of(tmp_path, batch_deadline_seconds=0.6)
+    source = config.reward["r"].model_copy(update={"patience_seconds": 5.0})
+    config = config.model_copy(update={"reward": {"r": source}})
+    engines = [FakeEngine(behave)]
+    assert drive(tmp_path, config, engines, body, total=16, rewards=Down()) == 4

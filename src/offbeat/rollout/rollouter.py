@@ -241,19 +241,23 @@ class Rollouter:
         patience = self.config.train.straggler_patience_seconds
         give_up = time.monotonic() + self.config.train.batch_deadline_seconds
         stalled_before = self.rewards.stalled_seconds
-        while True:
+
+        def left() -> float:
             stalled = self.rewards.stalled_seconds - stalled_before
-            left = give_up + min(stalled, self.config.reward_patience) - time.monotonic()
+            return give_up + min(stalled, self.config.reward_patience) - time.monotonic()
+
+        while True:
+            wait = min(patience, max(left(), 0.01))
             try:
                 ordinals = await wait_for(
-                    self._changed, lambda: self._take(step), min(patience, max(left, 0.01)),
-                    lambda: self._whom(step),
-                )  # fmt: skip
+                    self._changed, lambda: self._take(step), wait, lambda: self._whom(step)
+                )
                 break
             except DeadlinePassed as late:
-                if left <= patience:
+                if left() <= 0:  # a source may have been down while it waited
                     raise RunFailed(f"no batch for step {step}: {late}") from late
-                await self._discard_stragglers(step)
+                if wait == patience:
+                    await self._discard_stragglers(step)
         self._raise_failure()
         groups = tuple(self._groups.pop(ordinal) for ordinal in ordinals)
         self._batch = Batch(step, groups)
