@@ -75,6 +75,10 @@ def pid(prompts, completions):
 def reads(prompts, completions):
     return [float(len(sys.stdin.read()))] * len(completions)
 
+def sleepy(prompts, completions):
+    time.sleep(0.2 * len(completions))
+    return [float(len(completions))] * len(completions)
+
 def one(prompts):
     return [1.0]
 
@@ -207,6 +211,18 @@ def test_a_hanging_call_is_killed_and_others_go_on(folder: Path) -> None:
     assert [reward.value for reward in rewards] == [0.25, None, 0.25]
     assert rewards[1].cause == "timeout"
     assert time.monotonic() - start < 30
+
+
+def test_calls_shrink_when_all_samples_are_in_time_and_their_call_is_not(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(source: FunctionSource) -> list[list[Reward]]:
+        return [await source.score([item("x") for _ in range(20)]) for _ in range(2)]
+
+    first, second = with_source(folder, "sleepy", body, deadline_seconds=2)
+    assert values(first) == [1.0] * 20, "4 s in one call; alone they are in time"
+    assert 1 < max(size or 0 for size in values(second)) <= 5
+    assert "too long for one call with deadline_seconds = 2; from now on a call has" in caplog.text
 
 
 def test_a_killed_worker_is_replaced(folder: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import pickle
 import signal
@@ -35,6 +36,7 @@ PIPE_BYTES = 2**24
 TIMEOUTS_ON_END = 3
 """As many samples of a call, scored alone, time out on end before the rest is given up."""
 
+log = logging.getLogger(__name__)
 _HEADER = struct.Struct(">Q")
 _SPANS_KEPT = 10_000
 
@@ -192,6 +194,8 @@ class FunctionSource:
         self._line = WaitingLine(name)
         self._tasks: list[asyncio.Task[None]] = []
         self._spans: list[Span] = []
+        self._limit = min(LARGEST_BATCH, section.concurrency)  # samples of one call
+        self._took = 0.0  # seconds of the last call that was answered
 
     @property
     def name(self) -> str:
@@ -243,10 +247,10 @@ class FunctionSource:
         await asyncio.gather(*(worker.kill() for worker in self._workers))
 
     async def _serve(self, number: int) -> None:
-        alone = self._workers[number].one_by_one
-        limit = 1 if alone else min(LARGEST_BATCH, self._section.concurrency)
+        if self._workers[number].one_by_one:
+            self._limit = 1
         while True:
-            waiters = await self._line.take(limit, len(self._workers))
+            waiters = await self._line.take(self._limit, len(self._workers))
             try:
                 await self._answer(number, waiters)
             except Exception as error:
@@ -263,12 +267,27 @@ class FunctionSource:
         if len(waiters) == 1:
             waiters[0].give(failure)
             return
-        late = 0
+        late, seconds = 0, 0.0
         for waiter in waiters:
             alone = await self._try(number, [waiter]) if late < TIMEOUTS_ON_END else failure
             late = late + 1 if alone is not None and alone.cause == "timeout" else 0
             if alone is not None:
                 waiter.give(alone)
+            else:
+                seconds += self._took
+        if failure.cause == "timeout":
+            self._shrink(len(waiters), seconds)
+
+    def _shrink(self, samples: int, seconds: float) -> None:
+        """A call that was too late, although none of its samples was: calls get fewer of them."""
+        half = self._section.deadline_seconds / 2
+        if seconds > half:
+            self._limit = max(1, min(self._limit, int(samples * half / seconds)))
+            log.warning(
+                "reward.%s: %d samples take %.1f s, too long for one call with deadline_seconds = "
+                "%g; from now on a call has %d at most",
+                self._name, samples, seconds, self._section.deadline_seconds, self._limit,
+            )  # fmt: skip
 
     async def _try(self, number: int, waiters: Sequence[Waiter]) -> Reward | None:
         """One call. Answers its waiters, or returns the failure that they all share."""
@@ -277,6 +296,7 @@ class FunctionSource:
             answer = await self._workers[number].call(items, self._section.deadline_seconds)
         except WorkerFailed as failed:
             return Reward.failed(self._name, failed.cause, reason=failed.reason)
+        self._took = answer["end"] - answer["start"]
         if len(self._spans) < _SPANS_KEPT:
             self._spans.append(
                 Span(
