@@ -6,6 +6,7 @@ import asyncio
 import math
 import re
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -396,6 +397,41 @@ def test_a_source_over_its_budget_is_asked_again_until_it_is_well() -> None:
     assert re.search(r"100% of its last scores failed \(timeout \d+\)", over)
     assert "max_failed_share = 0.5" in over
     assert "is back" in back
+
+
+def test_a_sample_that_fails_for_good_keeps_no_well_source_away() -> None:
+    """It was the last one that failed before the source got well."""
+
+    class Choosy(Fake):
+        well = False
+
+        async def score(self, items: Sequence[ScoreItem]) -> list[Reward]:
+            good = self.well and items[0].completion != "odd"
+            return [Reward.scored("s", 1.0) if good else Reward.failed("s", "unparseable")]
+
+    source = Choosy("s", 1.0)
+
+    async def body(loop: RewardLoop) -> None:
+        for answer in [*"abcdefghijklmnopqrs", "odd"]:
+            await loop.score(replace(ITEM, completion=answer))
+        source.well = True
+        await asyncio.sleep(30)
+        assert loop.stalled == ()
+
+    watched(source, {"retries": 0, "patience_seconds": 100}, body)
+
+
+def test_a_source_is_stalled_from_the_score_that_tips_its_budget() -> None:
+    """No group is admitted between that and the next look."""
+
+    async def body(loop: RewardLoop) -> None:
+        for number in range(16):
+            assert loop.stalled == (), number
+            await loop.score(ITEM)
+        assert loop.stalled == ("s",)
+
+    (said,) = watched(Fake("s", "timeout"), {"retries": 0, "patience_seconds": 100}, body)
+    assert "no group is admitted" in said
 
 
 def test_failures_that_no_waiting_mends_end_the_run_at_once() -> None:

@@ -1,27 +1,30 @@
 """Sources that are down or fail too much: admission stalls, and past their patience the run ends.
 
 A source is *stalled* while nobody is there to score (`RewardSource.down_since`) or while more than
-`max_failed_share` of its last scores failed (`FailureBudget`). What is in flight goes on. While a
-source fails too much its last failed samples are asked again now and then, so that it is noticed
-when it is well again, although nothing new is admitted.
+`max_failed_share` of its last scores failed (`FailureBudget`), from the very score that tipped it.
+What is in flight goes on. While a source fails too much its last failed samples are asked again now
+and then, several so that one which fails for good decides nothing, so that it is noticed when it is
+well again, although nothing new is admitted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from urllib.parse import urlsplit, urlunsplit
+from dataclasses import dataclass, field, replace
 
 from offbeat.config import RewardSourceSection
 from offbeat.errors import RewardsDown, first_of
 from offbeat.records import Reward, ScoreItem
-from offbeat.reward.budget import FailureBudget
+from offbeat.reward.budget import RECOVERY_MINIMUM, FailureBudget
 from offbeat.reward.source import RewardSource
 
 LOOK_SECONDS = 0.25
 PROBE_SECONDS = 2.0
+FAILED_KEPT = 8
+"""Calls of a source that failed, to be asked again."""
 NOTICES_KEPT = 100
 HOPELESS = frozenset({"raised", "bad_result", "template_error", "too_long", "non_finite"})
 """Causes that no waiting mends: the function, the template, the texts."""
@@ -36,8 +39,9 @@ class _State:
 
     budget: FailureBudget
     since: float | None = None  # stalled since, the event loop's time
-    failed: Sequence[ScoreItem] = ()  # the last ones that failed
+    failed: deque[Sequence[ScoreItem]] = field(default_factory=lambda: deque(maxlen=FAILED_KEPT))
     probe: asyncio.Task[None] | None = None
+    probes: int = 0
 
 
 class SourceWatch:
@@ -55,16 +59,17 @@ class SourceWatch:
             for name, section in config.items()
         }
         self._notices: list[str] = []
+        self._changed = False  # `stalled`, since `on_change` was told
         self._stalled_before = 0.0
         self._stalled_since: float | None = None
 
     def record(self, name: str, items: Sequence[ScoreItem], rewards: Sequence[Reward]) -> None:
         """Books the outcomes of one call of a source."""
         state = self._states[name]
-        for reward in rewards:
-            state.budget.record(reward.cause if reward.status == "failed" else None)
-        if any(reward.status == "failed" for reward in rewards):
-            state.failed = items
+        self._spend(name, rewards)
+        causes = {reward.cause for reward in rewards if reward.status == "failed"}
+        if causes - HOPELESS:
+            state.failed.append(items)
 
     @property
     def stalled(self) -> tuple[str, ...]:
@@ -91,11 +96,10 @@ class SourceWatch:
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
-                    before = self.stalled
                     for name in self._states:
                         self._look(name)
-                    if self.stalled != before:
-                        self._clock()
+                    if self._changed:
+                        self._changed = False
                         await on_change()
                     self._start_probes(tasks)
                     await asyncio.sleep(LOOK_SECONDS)
@@ -110,25 +114,41 @@ class SourceWatch:
             if state.since is not None:
                 self._say(f"reward.{name} is back after {now - state.since:.0f} s; rollout goes on")
                 state.since = None
+                self._clock()
             return
         patience = self._config[name].patience_seconds
         why = self._gone(name) if down is not None else self._over(name)
-        if state.since is None:
-            state.since = now if down is None else down
-            self._say(
-                f"reward.{name}: {why}; no group is admitted until it is back, for "
-                f"{patience:g} s at most (reward.{name}.patience_seconds)"
-            )
+        since = state.since
+        if since is None:
+            since = now if down is None else down
+            self._stall(name, since, why)
         if over and down is None and state.budget.commonest in HOPELESS:
             raise RewardsDown(f"reward.{name}: {why}; that does not pass by waiting: mend it")
-        if now - state.since >= patience:
+        if now - since >= patience:
             raise RewardsDown(
-                f"reward.{name}: {why}, for {now - state.since:.0f} s now "
+                f"reward.{name}: {why}, for {now - since:.0f} s now "
                 f"(reward.{name}.patience_seconds = {patience:g})"
             )
 
+    def _spend(self, name: str, rewards: Sequence[Reward]) -> None:
+        state = self._states[name]
+        for reward in rewards:
+            state.budget.record(reward.cause if reward.status == "failed" else None)
+        if state.budget.over and state.since is None:
+            self._stall(name, asyncio.get_running_loop().time(), self._over(name))
+
+    def _stall(self, name: str, since: float, why: str) -> None:
+        """From now on nothing is admitted; `_look` ends that."""
+        self._states[name].since = since
+        self._clock()
+        patience = self._config[name].patience_seconds
+        self._say(
+            f"reward.{name}: {why}; no group is admitted until it is back, for "
+            f"{patience:g} s at most (reward.{name}.patience_seconds)"
+        )
+
     def _gone(self, name: str) -> str:
-        servers = " or ".join(_without_user(url) for url in self._config[name].base_urls)
+        servers = " or ".join(self._config[name].shown_servers)
         return "nobody is there to score" + (f" at {servers}" if servers else "")
 
     def _over(self, name: str) -> str:
@@ -151,10 +171,20 @@ class SourceWatch:
         return state.probe is None or state.probe.done()
 
     async def _probe(self, name: str, state: _State) -> None:
+        """Asks some of what failed last again, anew: no verdict that was kept will do."""
         await asyncio.sleep(PROBE_SECONDS)
-        self.record(name, state.failed, await self._ask(name, state.failed))
+        state.probes += 1
+        asked: list[Sequence[ScoreItem]] = []
+        while state.failed and sum(map(len, asked)) < RECOVERY_MINIMUM:
+            asked.append(state.failed.popleft())
+        state.failed.extend(asked)  # the others' turn is next
+        again = [[replace(item, draw=state.probes) for item in items] for items in asked]
+        for rewards in await asyncio.gather(*(self._ask(name, items) for items in again)):
+            self._spend(name, rewards)
 
     def _clock(self) -> None:
+        """After whatever changed `stalled`."""
+        self._changed = True
         now = asyncio.get_running_loop().time()
         if self.stalled and self._stalled_since is None:
             self._stalled_since = now
@@ -165,9 +195,3 @@ class SourceWatch:
     def _say(self, line: str) -> None:
         log.warning(line)
         self._notices = [*self._notices, line][-NOTICES_KEPT:]
-
-
-def _without_user(url: str) -> str:
-    """An address that may be shown."""
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))

@@ -29,6 +29,7 @@ from offbeat.records import (
     Span,
 )
 from offbeat.reward.anchors import AnchorReport, Anchors
+from offbeat.reward.budget import WINDOW
 from offbeat.reward.loop import RewardLoop, SourceStats
 from offbeat.rollout.engine import Engine
 from offbeat.rollout.generation import Generation
@@ -221,8 +222,8 @@ class Rollouter:
             self._failures_in_a_row += 1
             self._changed.notify_all()
         log.warning("group %d discarded: %s", ordinal, reason)
-        limit = 3 * self._buffer.max_live
-        if self._failures_in_a_row >= limit:
+        limit = max(3 * self._buffer.max_live, WINDOW // self.config.rollout.group_size)
+        if self._failures_in_a_row >= limit and not self.rewards.stalled:
             raise RunFailed(f"{limit} groups on end were discarded, the last one for: {reason}")
 
     # -- what the trainer's side calls -----------------------------------------------------------
