@@ -16,7 +16,7 @@ from itertools import islice
 import numpy as np
 
 from offbeat.cli_cluster import Assumed, Say, check_devices, check_engines
-from offbeat.cli_judges import probe_judges, shown_address
+from offbeat.cli_judges import probe_judges
 from offbeat.cli_models import check_models
 from offbeat.cli_templates import check_template, reference_answer
 from offbeat.config import Config, RewardSourceSection, Section
@@ -59,7 +59,7 @@ def preflight(
         check_template(config, name, source, rows, say)
         if source.kind == "genrm" and source.base_url is not None:
             if elsewhere:
-                servers = ", ".join(map(shown_address, source.base_urls))
+                servers = ", ".join(source.shown_servers)
                 say(f"reward/{name}: {servers} is not asked from here")
             else:
                 probe_judges(name, source, say, warn or say)
@@ -109,6 +109,8 @@ def settings_text(config: Config) -> str:
                     inner = ", ".join(f"{key} = {_toml(item)}" for key, item in value.items())
                     lines.append(f"{name} = {{ {inner} }}")
                 continue
+            if isinstance(section, RewardSourceSection) and name == "base_url":
+                value = [*section.shown_servers]
             lines.append(f"{name} = {_toml(value)}")
 
     table("", config)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import httpx
 
 from offbeat.cli_cluster import PROBE_SECONDS
 from offbeat.config import RewardSourceSection
+from offbeat.config_reward import without_user
 from offbeat.errors import UserError
 from offbeat.reward.pool import read_key
 
@@ -63,7 +64,7 @@ def probe_judges(
 
 
 def _look(name: str, url: str, key: str | None) -> _Looked:
-    address = shown_address(url)
+    address = without_user(url)
     where = f"reward.{name}.base_url = {address!r}"
     try:
         if urlsplit(url).scheme not in {"http", "https"}:
@@ -99,15 +100,6 @@ def _said(one: _Looked, model: str | None) -> str:
             f"it has: {', '.join(listed)}"
         )
     return f"{one.address} answers (HTTP {one.status})"
-
-
-def shown_address(url: str) -> str:
-    """An address that may be shown."""
-    try:
-        parts = urlsplit(url.rstrip("/"))
-        return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
-    except ValueError:
-        return url
 
 
 def _models_of(reply: httpx.Response) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -31,6 +32,15 @@ SOURCE_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 def _name_or_number(label: Any) -> Any:
     return str(label) if isinstance(label, int) and not isinstance(label, bool) else label
+
+
+def without_user(url: str) -> str:
+    """An address that may be shown."""
+    try:
+        parts = urlsplit(url.rstrip("/"))
+        return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    except ValueError:
+        return "(no address)"
 
 
 class RewardSourceSection(Section):
@@ -175,6 +185,11 @@ class RewardSourceSection(Section):
         """The servers of an external judge; empty for all else."""
         found = self.base_url
         return () if found is None else (found,) if isinstance(found, str) else found
+
+    @property
+    def shown_servers(self) -> tuple[str, ...]:
+        """The servers as they may be shown: without a user's name and password."""
+        return tuple(map(without_user, self.base_urls))
 
     @property
     def grouped(self) -> bool:

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
-from offbeat.cli_judges import probe_judges, shown_address
-from offbeat.config import RewardSourceSection
+from offbeat.cli_check import settings_text
+from offbeat.cli_judges import probe_judges
+from offbeat.cluster.plan import plan_pools, resource_map
+from offbeat.config import Config, RewardSourceSection
+from offbeat.config_reward import without_user
 from offbeat.errors import UserError
 from offbeat.testing.judge_server import JudgeServer
 
@@ -62,4 +65,16 @@ def test_keys_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     for url in ("host:8000", "http://host:port/v1", "ftp://host/v1"):
         with pytest.raises(UserError, match="is not an http address"):
             probed(url)
-    assert shown_address("https://user:pw@host:1/v1/") == "https://host:1/v1"
+    assert without_user("https://user:pw@host:1/v1/") == "https://host:1/v1"
+
+
+def test_a_user_and_password_of_an_address_are_shown_nowhere() -> None:
+    source = RewardSourceSection.model_validate(
+        {"kind": "genrm", "base_url": "http://me:secret@host:1/v1", "model": "judge"}
+    )
+    config = Config.model_validate(
+        {"run": "r", "model": {"path": "m"}, "data": {"train": "t"}, "reward": {"judge": source}}
+    )
+    shown = settings_text(config) + resource_map(plan_pools(config), "cpu", config)
+    assert "http://host:1/v1" in shown
+    assert "secret" not in shown

@@ -195,7 +195,7 @@ def resource_map(
             why = (
                 f"function, {source.workers} CPU process{'es' if source.workers > 1 else ''}"
                 if source.kind == "function"
-                else f"external judge at {', '.join(source.base_urls)}"
+                else f"external judge at {', '.join(source.shown_servers)}"
             )
             rows.append((f"reward/{name}", "-", "-", "no pool", why))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
