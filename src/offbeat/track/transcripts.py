@@ -20,6 +20,9 @@ from offbeat.track.metrics import TelemetryThread
 
 QUEUED_GROUPS = 2_000
 ROWS_A_FILE = 2_000
+CHARACTERS_A_FILE = 32_000_000
+MOST_CHARACTERS = 256_000_000
+"""Of what waits to be written: with more, a group's calls are not kept, and counted as lost."""
 COLUMNS: Mapping[str, Any] = {
     "scope": pa.string(),
     "ordinal": pa.int64(),
@@ -30,23 +33,28 @@ COLUMNS: Mapping[str, Any] = {
     "raw": pa.string(),
     "value": pa.float64(),
     "cause": pa.string(),
-    "prompt_tokens": pa.int32(),
-    "completion_tokens": pa.int32(),
+    "prompt_tokens": pa.int64(),
+    "completion_tokens": pa.int64(),
     "seconds": pa.float32(),
     "cached": pa.bool_(),
     "other": pa.int32(),
     "first": pa.bool_(),
 }
+FILES = "part-[0-9][0-9][0-9][0-9][0-9][0-9].parquet"
 Row = tuple[str, int, int, int, str, Transcript]
 
 
 class TranscriptWriter:
-    """Writes the transcripts under `<run_dir>/transcripts`, a file for some thousand calls."""
+    """Writes the transcripts under `<run_dir>/transcripts`, a file for some thousand calls, behind
+    those that are there. What waits for that is bounded, in calls and in characters."""
 
     def __init__(self, run_dir: Path) -> None:
         self.folder = run_dir / "transcripts"
         self._rows: list[Row] = []
-        self._files = 0
+        self._files: int | None = None
+        self._held = 0  # characters that wait
+        self._dropped = 0
+        self._counting = threading.Lock()
         self._lock = threading.Lock()  # the thread writes, and `close` after it
         self._thread: TelemetryThread[list[Row]] = TelemetryThread(
             "transcripts", self._take, QUEUED_GROUPS
@@ -55,7 +63,7 @@ class TranscriptWriter:
     @property
     def lost(self) -> int:
         """Groups or files that were not written."""
-        return self._thread.boundary.errors + self._thread.dropped
+        return self._thread.boundary.errors + self._thread.dropped + self._dropped
 
     def write(
         self, scope: str, attempt: int, items: Sequence[ScoreItem],
@@ -68,8 +76,15 @@ class TranscriptWriter:
             for name, reward in of_sample.items()
             for transcript in reward.transcripts
         ]
-        if rows:
-            self._thread.submit(rows)
+        if not rows:
+            return
+        size = _characters(rows)
+        with self._counting:
+            full = self._held + size > MOST_CHARACTERS
+            self._held += 0 if full else size
+            self._dropped += full
+        if not full and not self._thread.submit(rows):
+            self._let_go(size)
 
     def close(self) -> None:
         """Write what is there, within 10 seconds."""
@@ -80,14 +95,19 @@ class TranscriptWriter:
     def _take(self, groups: list[list[Row]]) -> None:
         with self._lock:
             self._rows += [row for group in groups for row in group]
-            if len(self._rows) >= ROWS_A_FILE:
+            full = len(self._rows) >= ROWS_A_FILE
+            if full or _characters(self._rows) >= CHARACTERS_A_FILE:
                 self._flush()
 
     def _flush(self) -> None:
         rows, self._rows = self._rows, []
         if not rows:
             return
+        self._let_go(_characters(rows))
         self.folder.mkdir(parents=True, exist_ok=True)
+        if self._files is None:
+            numbers = [int(path.stem.rpartition("-")[2]) for path in self.folder.glob(FILES)]
+            self._files = max(numbers, default=-1) + 1
         path = self.folder / f"part-{self._files:06d}.parquet"
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
@@ -97,14 +117,27 @@ class TranscriptWriter:
             temporary.unlink(missing_ok=True)
         self._files += 1
 
+    def _let_go(self, characters: int) -> None:
+        with self._counting:
+            self._held -= characters
+
+
+def _characters(rows: Sequence[Row]) -> int:
+    return sum(len(call.prompt) + len(call.raw) for *_, call in rows)
+
+
+def _text(text: str) -> str:
+    """A lone surrogate, which a server's JSON can hold, is no text that a file can."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
 
 def _table(rows: Sequence[Row]) -> Any:
     columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
     for scope, ordinal, attempt, index, source, call in rows:
         values = (
-            scope, ordinal, attempt, index, source, call.prompt, call.raw, call.value, call.cause,
-            call.prompt_tokens, call.completion_tokens, call.seconds, call.cached, call.other,
-            call.first,
+            scope, ordinal, attempt, index, source, _text(call.prompt), _text(call.raw),
+            call.value, call.cause, call.prompt_tokens, call.completion_tokens, call.seconds,
+            call.cached, call.other, call.first,
         )  # fmt: skip
         for name, value in zip(COLUMNS, values, strict=True):
             columns[name].append(value)
