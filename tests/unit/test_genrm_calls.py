@@ -188,6 +188,13 @@ def test_what_a_verdict_follows_from_is_in_its_key(tmp_path: Path, change: dict[
     assert len(judge.asked) == 2
 
 
+def test_an_engine_that_computes_otherwise_is_asked_itself(tmp_path: Path) -> None:
+    judge = StubJudge("8")
+    for arguments in ({}, {"quantization": "fp8"}, {"quantization": "fp8"}):
+        cached(tmp_path, judge, [item()], engine="vllm", engine_args=arguments)
+    assert len(judge.asked) == 2
+
+
 def test_another_model_is_asked_itself(tmp_path: Path) -> None:
     cached(tmp_path, StubJudge("8"), [item()])
     other = StubJudge("3", identity="stub-2")

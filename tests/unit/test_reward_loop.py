@@ -164,6 +164,9 @@ def test_a_source_that_raises_is_a_failure() -> None:
     (scored,), _ = score([Fake("a", RuntimeError("boom"))], {"a": {"retries": 0}})
     assert scored.rewards["a"].cause == "source_error"
     assert "boom" in scored.rewards["a"].reason
+    within = Fake("a", ExceptionGroup("tasks", [RuntimeError("boom")]))
+    (scored,), _ = score([within], {"a": {"retries": 0}})
+    assert scored.rewards["a"].reason == "RuntimeError: boom", "not that a group of tasks failed"
 
 
 def test_drain_is_a_steps() -> None:

@@ -128,6 +128,7 @@ class Asker:
         facts = {
             "engine": section.engine if section.has_pool else "server",
             "dtype": section.dtype if section.has_pool else "",
+            "engine_args": section.engine_args if section.has_pool else {},
             "chat": section.chat,
             "max_tokens": section.max_tokens,
             "stop": section.stop,

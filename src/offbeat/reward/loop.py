@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from offbeat.config import RewardSourceSection
-from offbeat.errors import DeadlinePassed, UserError
+from offbeat.errors import DeadlinePassed, UserError, first_of
 from offbeat.pick import picked
 from offbeat.records import Reward, ScoreItem, Span
 from offbeat.reward.combine import Decision, combine_group, present
@@ -315,7 +315,8 @@ class RewardLoop:
             rewards = await self._sources[name].score(items)
             if len(rewards) != len(items):
                 raise ValueError(f"{len(rewards)} rewards for {len(items)} samples")
-        except Exception as error:
+        except Exception as failure:  # boundary: a source's failure is never the run's
+            error = first_of(failure)
             reason = f"{type(error).__name__}: {error}"
             return [Reward.failed(name, "source_error", reason=reason) for _ in items]
         return [
