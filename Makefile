@@ -19,7 +19,7 @@ ifneq ($(and $(filter vllm,$(ENGINE)),$(filter-out $(VLLM_PLATFORM),$(PLATFORM))
 $(error vLLM has no build for $(PLATFORM); leave ENGINE=vllm out here)
 endif
 
-.PHONY: demo demo-table test check bench clean
+.PHONY: demo demo-table test check bench bench-rewards clean
 
 demo: $(VENV)/.demo $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)  ## a pretrained model learns from a judge, a scorer and a rule at once; ENGINE=vllm: on vLLM
 	$(BIN)/python -m examples.max_of_three.demo --reward $(REWARD) --engine $(ENGINE)
@@ -39,6 +39,9 @@ check: $(VENV)/.dev  ## lint, types, import contracts, length budgets
 
 bench: $(VENV)/.dev  ## the engine against model.generate
 	$(BIN)/python benchmarks/engine.py
+
+bench-rewards: $(VENV)/.dev  ## rewards beside generation: 1,000 judge calls at once, a slow judge, overlap
+	$(BIN)/python benchmarks/rewards.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
