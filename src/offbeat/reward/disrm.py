@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 
 from offbeat.config import RewardSourceSection
-from offbeat.errors import DeadlinePassed, OffbeatError, RequestRefused, UserError
+from offbeat.errors import DeadlinePassed, OffbeatError, RequestRefused, RunFailed, UserError
 from offbeat.records import Reward, ScoreItem, Span
 from offbeat.reward.parity import Difference, RowCheck, difference
 from offbeat.reward.pool import CallFailed
@@ -205,9 +205,15 @@ class DisRM:
                 f"reward.{self._name}: its replicas did not score a handful of rows within "
                 f"cluster.start_deadline_seconds = {self._start_deadline:g}"
             ) from late
-        failed = [one for one in found if isinstance(one, BaseException)]
-        if failed:
-            raise next((error for error in failed if isinstance(error, UserError)), failed[0])
+        failed = {i: one for i, one in enumerate(found) if isinstance(one, BaseException)}
+        for error in failed.values():
+            if isinstance(error, UserError):
+                raise error
+        for i, error in failed.items():
+            raise RunFailed(
+                f"reward.{self._name}: replica {i} failed at a handful of rows: "
+                f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            ) from error
         checks = [one for one in found if not isinstance(one, BaseException)]
         self._refuse(difference({f"replica {i}": check for i, check in enumerate(checks)}))
         self._proven = replace(checks[0], transformers=None, padded=None)
