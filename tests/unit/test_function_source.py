@@ -152,6 +152,13 @@ def test_waiting_samples_share_a_call(folder: Path) -> None:
     assert values(scored(folder, "calls", ["x"] * 6, concurrency=4)) == [4.0] * 4 + [2.0] * 2
 
 
+def test_large_answers_share_no_call(folder: Path) -> None:
+    """Sixty-four of them packed at once would stop the event loop for a second."""
+    large = ["x" * 400_000] * 6
+    assert values(scored(folder, "calls", large)) == [2.0] * 6
+    assert values(scored(folder, "calls", ["x" * 2_000_000, "a"])) == [1.0, 1.0]
+
+
 def test_workers_are_clean_processes(folder: Path) -> None:
     import torch  # noqa: F401 - the parent has it
 

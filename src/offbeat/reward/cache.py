@@ -55,7 +55,8 @@ def verdict_key(identity: str, facts: Mapping[str, object], *texts: str) -> str:
 
     `facts` are plain values: the settings that a verdict depends on, whatever their order.
     """
-    words = json.dumps([identity, dict(facts), texts], sort_keys=True, default=str)
+    plain = [identity, dict(facts), texts]
+    words = json.dumps(plain, sort_keys=True, default=str, ensure_ascii=False)
     return hashlib.sha256(words.encode("utf-8", "surrogatepass")).hexdigest()
 
 

@@ -30,6 +30,8 @@ from offbeat.reward.waiting import Waiter, WaitingLine
 __all__ = ["FunctionSource", "RewardFunction", "WorkerProcess", "calls_of", "load_function"]
 
 LARGEST_BATCH = 64
+LARGEST_CALL = 1_000_000
+"""Characters of a call of several samples: packing many more would stop the event loop."""
 START_SECONDS = 120.0
 STOP_SECONDS = 5.0
 PIPE_BYTES = 2**24
@@ -250,7 +252,7 @@ class FunctionSource:
         if self._workers[number].one_by_one:
             self._limit = 1
         while True:
-            waiters = await self._line.take(self._limit, len(self._workers))
+            waiters = await self._line.take(self._limit, len(self._workers), LARGEST_CALL)
             try:
                 await self._answer(number, waiters)
             except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,8 +47,11 @@ class WaitingLine:
         self._some.set()
         return list(await asyncio.gather(*(waiter.answer for waiter in waiters)))
 
-    async def take(self, limit: int, sharers: int = 1) -> list[Waiter]:
-        """The next items, at least one: an even share of what waits among `sharers`, bounded."""
+    async def take(
+        self, limit: int, sharers: int = 1, characters: float = math.inf
+    ) -> list[Waiter]:
+        """The next items, at least one: an even share of what waits among `sharers`, bounded in
+        number and in the characters of their prompts and answers."""
         while True:
             while self._line and self._line[0].answer.done():
                 self._line.popleft()
@@ -56,7 +60,13 @@ class WaitingLine:
             self._some.clear()
             await self._some.wait()
         share = min(limit, -(-len(self._line) // sharers))
-        taken = [self._line.popleft() for _ in range(share)]
+        taken = [self._line.popleft()]
+        size = _characters(taken[0].item)
+        while len(taken) < share:
+            size += _characters(self._line[0].item)
+            if size > characters:
+                break
+            taken.append(self._line.popleft())
         return [waiter for waiter in taken if not waiter.answer.done()]
 
     def close(self, reason: str) -> None:
@@ -65,3 +75,7 @@ class WaitingLine:
         for waiter in self._line:
             waiter.give(Reward.failed(self._name, "unavailable", reason=reason))
         self._line.clear()
+
+
+def _characters(item: ScoreItem) -> int:
+    return len(item.prompt.text) + len(item.completion)
