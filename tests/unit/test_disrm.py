@@ -450,6 +450,7 @@ def test_a_text_that_cannot_be_rendered_fails_alone(
     first, broken, last = asyncio.run(main())
     assert (first.status, last.status) == ("scored", "scored")
     assert broken.cause == "template_error"
+    assert "upper" in broken.reason
 
 
 def test_directories_that_are_no_scorers(tmp_path: Path) -> None:

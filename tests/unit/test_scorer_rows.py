@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,23 @@ def test_a_limit_without_room_is_refused(tmp_path: Path) -> None:
         encoder(path, max_context=2)
     rows = encoder(path, max_context=3, over_length="cut_front")
     assert rows.row(item("xyz")).ids == [BOS, *ids("z"), EOS]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_half_a_character_is_a_question_mark(tmp_path: Path, chat: bool) -> None:
+    rows = encoder(make_tokenizer(tmp_path), chat=chat)
+    halves = rows.row(item("a\ud800b", [{"role": "user", "content": "\udc00"}]))
+    assert halves == rows.row(item("a?b", [{"role": "user", "content": "?"}]))
+
+
+def test_rows_that_cannot_be_rendered_say_so_and_the_others_are_read(tmp_path: Path) -> None:
+    rows = encoder(make_tokenizer(tmp_path), "{{ answer }}{{ columns.task }}")
+    lacking, whole = item("a"), item("b")
+    whole = replace(whole, prompt=replace(whole.prompt, columns={"task": "!"}))
+    first, second, third = rows.rows([lacking, whole, lacking])
+    assert (first.ids, first.tokens, third.ids) == (None, 0, None)
+    assert "has no attribute 'task'" in first.wrong
+    assert (spelled(second.ids or []), second.wrong) == ("<s>b!", "")
 
 
 def test_a_text_without_tokens_fails(tmp_path: Path) -> None:

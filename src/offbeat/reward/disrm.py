@@ -176,6 +176,8 @@ class DisRM:
         return not answer.cancelled() and answer.result().cause == "unavailable"
 
     def _reward(self, logit: Logit) -> Reward:
+        if logit.wrong:
+            return self._failed("template_error", logit.wrong)
         if logit.value is None:
             reason = f"the text has {logit.tokens} tokens, more than the scorer takes"
             return self._failed("too_long", reason)

@@ -39,10 +39,11 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Row:
     """What is read of a text: ids within the limit, None if the text is too long and none may be
-    cut. `tokens` counts those of the whole text."""
+    cut, or cannot be rendered, as `wrong` says. `tokens` counts those of the whole text."""
 
     ids: list[int] | None
     tokens: int
+    wrong: str = ""
 
 
 def answers(
@@ -53,7 +54,7 @@ def answers(
     said: list[Logit] = []
     for row in rows:
         if row.ids is None:
-            said.append(Logit(None, tokens=row.tokens))
+            said.append(Logit(None, tokens=row.tokens, wrong=row.wrong))
         else:
             one = next(found)
             said.append(Logit(reading.value(one), reading.raw(one), row.tokens, len(row.ids)))
@@ -103,6 +104,16 @@ class RowEncoder:
                 f"beside the {added} that the tokenizer in {self._path} adds; make it larger"
             )
 
+    def rows(self, items: Sequence[ScoreItem]) -> list[Row]:
+        """The rows of samples, in order; those that cannot be rendered say so."""
+        found = []
+        for item in items:
+            try:
+                found.append(self.row(item))
+            except TemplateFailed as failed:
+                found.append(Row(None, 0, str(failed)))
+        return found
+
     def row(self, item: ScoreItem) -> Row:
         """The row of a sample; raises `TemplateFailed` where the text cannot be rendered or has no
         tokens."""
@@ -119,7 +130,8 @@ class RowEncoder:
 
     def text(self, item: ScoreItem) -> str:
         """The rendered template."""
-        return self._template.render(replace(item, completion=self._harmless(item.completion)))
+        shown = replace(item, completion=self._harmless(item.completion))
+        return _encodable(self._template.render(shown))
 
     def encode(self, item: ScoreItem, text: str) -> list[int]:
         """All ids of a rendered text, in its conversation where there is one."""
@@ -156,11 +168,20 @@ class RowEncoder:
 
 def _conversation(item: ScoreItem) -> Sequence[Mapping[str, str]]:
     """The turns before the answer; the last of the user's shows the question."""
-    turns = [dict(turn) for turn in item.prompt.messages or ()]
+    question = _encodable(item.prompt.question)
+    turns = [
+        {key: _encodable(value) for key, value in turn.items()}
+        for turn in item.prompt.messages or ()
+    ]
     asked = [turn for turn in turns if turn.get("role") == "user"]
     if asked:
-        asked[-1]["content"] = item.prompt.question
-    return turns or [{"role": "user", "content": item.prompt.question}]
+        asked[-1]["content"] = question
+    return turns or [{"role": "user", "content": question}]
+
+
+def _encodable(text: str) -> str:
+    """The text with a question mark for each half of a character, which no tokenizer takes."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _special_tokens(tokenizer: Any) -> re.Pattern[str]:

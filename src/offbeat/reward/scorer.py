@@ -57,7 +57,7 @@ class TransformersScorer:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
 
     async def logits(self, items: Sequence[ScoreItem]) -> list[Logit]:
-        """What it says to each item, in order; raises `TemplateFailed`."""
+        """What it says to each item, in order."""
         await self.health()
         run = asyncio.get_running_loop().run_in_executor
         return await run(self._thread, self._score, list(items))
@@ -99,7 +99,7 @@ class TransformersScorer:
 
     def _score(self, items: list[ScoreItem]) -> list[Logit]:
         start, cpu = time.time(), time.thread_time()
-        rows = [self._rows.row(item) for item in items]
+        rows = self._rows.rows(items)
         kept = [row.ids for row in rows if row.ids is not None]
         logits = answers(rows, self._forward(kept), self._reading)
         end = time.time()

@@ -50,14 +50,15 @@ class Logit:
     """What a scorer says to one text.
 
     `value` is the number that the source reads off the logits (`logits.Reading`), None where the
-    text is over length and the policy is to fail it; `raw` all logits in words. `tokens` counts
-    those of the whole text, `kept` those that were read.
+    text cannot be rendered, as `wrong` says, or is over length and the policy is to fail it; `raw`
+    are all logits in words. `tokens` counts those of the whole text, `kept` those that were read.
     """
 
     value: float | None
     raw: str = ""
     tokens: int = 0
     kept: int = 0
+    wrong: str = ""
 
 
 class Scorer(Protocol):
@@ -68,8 +69,7 @@ class Scorer(Protocol):
         ...
 
     async def logits(self, items: Sequence[ScoreItem]) -> list[Logit]:
-        """What it says to each item, in order; raises `TemplateFailed` for a text that cannot be
-        rendered."""
+        """What it says to each item, in order."""
         ...
 
     async def check_rows(self, items: Sequence[ScoreItem], *, reference: bool) -> RowCheck:

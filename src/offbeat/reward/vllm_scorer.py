@@ -96,10 +96,10 @@ class VllmScorer:
             raise
 
     async def logits(self, items: Sequence[ScoreItem]) -> list[Logit]:
-        """What it says to each item, in order; raises `TemplateFailed`."""
+        """What it says to each item, in order."""
         await self.health()
         run = asyncio.get_running_loop().run_in_executor
-        rows = await run(self._thread, lambda: [self._rows.row(item) for item in items])
+        rows = await run(self._thread, self._rows.rows, list(items))
         kept = [row.ids for row in rows if row.ids is not None]
         async with self._turn:
             start, cpu = time.time(), self._clock()
