@@ -82,7 +82,6 @@ def score(path: Path, overrides: Sequence[str], options: ScoreOptions, say: Say,
     progress = Progress(progress_path, facts_of(reading, digest))
     try:
         if out.exists() and not any(progress.done(len(lines))):
-            progress.remove()
             raise UserError(f"{out} exists already; remove it, or choose another with -o")
         if options.retry_failed:
             note(f"{progress.forget_failed()} rows with a failure are scored again")
@@ -91,7 +90,7 @@ def score(path: Path, overrides: Sequence[str], options: ScoreOptions, say: Say,
         tallies = Tallies(list(chosen.active_rewards), options.into)
         _assemble(reading, progress, lines, digest, out, tallies)
     except BaseException:
-        progress.close()
+        progress.leave()
         raise
     progress.remove()
     say(f"{tallies.text(scoring.stats, scoring.seconds)}\nwrote {out}")

@@ -97,13 +97,16 @@ class Progress:
         for place, result in self._db.execute("SELECT place, result FROM done ORDER BY place"):
             yield place, json.loads(result)
 
-    def close(self) -> None:
-        """Leaves it as it is."""
-        self._db.close()
+    def leave(self) -> None:
+        """Closes it, to be gone on from; deletes it if nothing is in it."""
+        if self._db.execute("SELECT 1 FROM done LIMIT 1").fetchone() is None:
+            self.remove()
+        else:
+            self._db.close()
 
     def remove(self) -> None:
         """Closes and deletes it."""
-        self.close()
+        self._db.close()
         for end in ("", "-wal", "-shm"):
             self._path.with_name(self._path.name + end).unlink(missing_ok=True)
 

@@ -19,6 +19,7 @@ from offbeat.cli import main
 from offbeat.testing.judge_server import Fault, JudgeServer
 
 Project = Callable[..., Path]
+pytestmark = pytest.mark.timeout(600)  # two cores may be shared with others
 
 REWARDS = '''
 import os, time
@@ -223,6 +224,7 @@ def test_mistakes_in_the_command(folder: Path, capsys: pytest.CaptureFixture[str
     assert "has no rows" in refused(capsys, path, folder / "empty.jsonl")
     broken = config(folder, "b.toml", right=function("nothing"))
     assert "has no function nothing" in refused(capsys, broken, file)
+    assert not list(folder.glob("*.progress*"))
     (folder / "mixed.jsonl").write_text(
         '{"prompt": "p", "completion": "c", "x": 1}\n{"prompt": "p", "completion": "c", "x": "y"}\n'
     )

@@ -214,7 +214,7 @@ def test_progress_keeps_rows_and_forgets_failed_ones(tmp_path: Path) -> None:
     path = tmp_path / "out.progress"
     progress = Progress(path, {"a": 1})
     progress.put({2: (False, '{"r": 2}'), 0: (True, '{"r": 0}')})
-    progress.close()
+    progress.leave()
     progress = Progress(path, {"a": 1})
     assert list(progress.done(3)) == [1, 0, 1]
     assert list(progress.results()) == [(0, {"r": 0}), (2, {"r": 2})]
@@ -222,12 +222,13 @@ def test_progress_keeps_rows_and_forgets_failed_ones(tmp_path: Path) -> None:
     assert list(progress.done(3)) == [0, 0, 1]
     with pytest.raises(UserError, match="is in use: another offbeat score"):
         Progress(path, {"a": 1})
-    progress.close()
+    progress.leave()
     with pytest.raises(UserError, match=r"scored with another a \(1, now 2\); put that back"):
         Progress(path, {"a": 2})
-    progress = Progress(path, {"a": 1})
-    progress.remove()
+    Progress(path, {"a": 1}).remove()
     assert list(tmp_path.iterdir()) == []
+    Progress(path, {"a": 2}).leave()
+    assert list(tmp_path.iterdir()) == [], "nothing was in it"
 
 
 def test_differences_in_words() -> None:
