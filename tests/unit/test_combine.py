@@ -56,6 +56,7 @@ def test_nothing_present() -> None:
     assert combine(only_weightless, {"a": 0.0, "b": 1.0}) is None
     huge = {"a": Reward.scored("a", 1e308), "b": Reward.scored("b", 1e308)}
     assert combine(huge, {"a": 1.0, "b": 1.0}) is None
+    assert combine({"a": Reward.scored("a", 1e31)}, {"a": 1.0}) is None, "no float32 could hold it"
 
 
 def test_signed_weights() -> None:

@@ -23,6 +23,8 @@ from offbeat.records import Reward
 
 Decision = Literal["keep", "drop_sample", "drop_group"]
 Sections = Mapping[str, RewardSourceSection]
+LARGEST = 1e30
+"""Totals beyond it are none: their squares and differences would be no float32 any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ def weighted_sum(values: Mapping[str, float], weights: Mapping[str, float]) -> f
             total = total / there * math.fsum(abs(weight) for weight in weights.values())
     except (OverflowError, ValueError):
         return None
-    return total if math.isfinite(total) else None
+    return total if abs(total) < LARGEST else None
 
 
 def decide(rewards: Mapping[str, Reward], config: Sections, total: float | None) -> Decision:
