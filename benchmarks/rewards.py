@@ -51,7 +51,7 @@ from offbeat.reward.genrm import GenRM
 from offbeat.reward.judge_http import HttpBackend
 from offbeat.reward.loop import RewardLoop
 from offbeat.reward.source import RewardSource
-from offbeat.rollout.parts import Tally, measure_lag
+from offbeat.rollout.parts import Tally, measure_lag, shorten_collections
 from offbeat.testing.judge_server import JudgeProcess, judge_process
 from offbeat.track.transcripts import TranscriptWriter
 
@@ -248,6 +248,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print JSON only")
     told = parser.parse_args()
     found: dict[str, list[Figure]] = {}
+    shorten_collections()  # as the rollouter's process does
     for name in told.figures:
         run = every[name]
         begun = time.monotonic()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from offbeat.reward.anchors import AnchorReport
 from offbeat.reward.loop import SourceStats
 from offbeat.rollout.dedicated import DedicatedEngines
 from offbeat.rollout.engine import Engine
-from offbeat.rollout.parts import Tally
+from offbeat.rollout.parts import Tally, shorten_collections
 from offbeat.rollout.rollouter import Rollouter
 from offbeat.weights.sync import SyncReport
 
@@ -68,8 +67,7 @@ class RollouterActor:
         engines = [RayEngine(handle, payloads=True) for handle in handles]
         dedicated = self._dedicated(validators, own)
         core = self._side.build(engines, total_steps, replace, ledger, dedicated)
-        gc.collect()
-        gc.freeze()  # prompts and modules stay: a full collection over them would hold the loop up
+        shorten_collections()
         self._task = asyncio.create_task(core.run())
         await core.running.wait()
 

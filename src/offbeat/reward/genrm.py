@@ -27,6 +27,7 @@ from offbeat.reward.judge import VerdictBackend
 from offbeat.reward.judge_prompt import JudgePrompt, JudgeText
 from offbeat.reward.pairwise import TIE, Pair, PositionBias, pairs, shares_won
 from offbeat.reward.template import TemplateFailed
+from offbeat.reward.together import together
 from offbeat.reward.turns import Turns
 from offbeat.reward.votes import Counted, commonest, count_votes
 
@@ -81,9 +82,7 @@ class GenRM:
     async def score(self, items: Sequence[ScoreItem]) -> list[Reward]:
         """Judges all items at once. With `pairwise` those of one prompt are compared."""
         if not self._section.grouped:
-            async with asyncio.TaskGroup() as tasks:
-                ones = [tasks.create_task(self._one(item)) for item in items]
-            return [one.result() for one in ones]
+            return await together(*(self._one(item) for item in items))
         places: dict[int, list[int]] = {}
         for place, item in enumerate(items):
             places.setdefault(item.prompt.ordinal, []).append(place)
@@ -140,12 +139,9 @@ class GenRM:
             return _Heard(Counted(None, "template_error"), reason=str(failed))
         votes, again = self._section.votes, first.draw > 0
         begin = (first.draw + self._turns.of(text.text)) * votes
-        async with asyncio.TaskGroup() as tasks:
-            asked = [
-                tasks.create_task(self._asker.ask(text, begin + vote, fresh=again))
-                for vote in range(votes)
-            ]
-        opinions = [task.result() for task in asked]
+        opinions = await together(
+            *(self._asker.ask(text, begin + vote, fresh=again) for vote in range(votes))
+        )
         calls = [opinion.transcript for opinion in opinions]
         causes = [call.cause for call in calls if call.cause is not None]
         counted = count_votes([call.value for call in calls], causes, self._section.vote)

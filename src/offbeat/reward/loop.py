@@ -30,6 +30,7 @@ from offbeat.reward.normalise import Normalizer
 from offbeat.reward.replicas import LOST
 from offbeat.reward.source import RewardSource
 from offbeat.reward.stats import Counters, SourceStats
+from offbeat.reward.together import together
 from offbeat.reward.watch import SourceWatch
 from offbeat.track.transcripts import TranscriptWriter
 
@@ -168,10 +169,7 @@ class RewardLoop:
         self, items: Sequence[ScoreItem], *, scope: str = TRAIN, attempt: int = 0
     ) -> list[Scored]:
         """Rates and finishes samples of one prompt that have all ended."""
-        async with asyncio.TaskGroup() as group:
-            rate = [self.rate(item, scope=scope, attempt=attempt) for item in items]
-            tasks = [group.create_task(one) for one in rate]
-        rated = [task.result() for task in tasks]
+        rated = await together(*(self.rate(item, scope=scope, attempt=attempt) for item in items))
         return await self.finish(items, rated, scope=scope, attempt=attempt)
 
     async def score(self, item: ScoreItem, *, scope: str = TRAIN) -> Scored:
@@ -258,12 +256,8 @@ class RewardLoop:
         self, names: Sequence[str], items: Sequence[ScoreItem], scope: str, attempt: int
     ) -> dict[str, list[Reward]]:
         """Asks several sources at once, and books what they said."""
-        async with asyncio.TaskGroup() as group:
-            tasks = {
-                name: group.create_task(self._outcomes(name, items), name=f"reward/{name}")
-                for name in names
-            }
-        found = {name: task.result() for name, task in tasks.items()}
+        outcomes = await together(*(self._outcomes(name, items) for name in names))
+        found = dict(zip(names, outcomes, strict=True))
         if self._transcripts is not None:
             rows = [{name: found[name][i] for name in names} for i in range(len(items))]
             self._transcripts.write(scope, attempt, items, rows)
