@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from offbeat.testing.judge_server import JudgeServer
 from offbeat.track.metrics import read_metrics
 
 Project = Callable[..., Path]
@@ -61,23 +62,32 @@ def records(config: Path, name: str, kind: str) -> list[dict[str, Any]]:
 
 
 def test_two_runs_on_one_cluster_interleave_and_both_finish(cluster: str, project: Project) -> None:
-    """Each with a judge, a scorer and a rule on pools of their own, started at one moment."""
+    """Each with a judge, a scorer and a rule on pools of their own, and one judge that is a server
+    for both, started at one moment."""
     sources = ("rule", "judge", "scorer")
-    more = {"cluster__backend": "ray", "train__steps": 160, "data__epochs": 8}
-    paths = [project(sources, name, **more) for name in ("left", "right")]
-    both = [start(path, cluster) for path in paths]
-    try:
-        for process in both:
-            finish(process)
-    finally:
-        for process in both:
-            process.kill()
+    with JudgeServer("8") as server:
+        more: dict[str, object] = {
+            "cluster__backend": "ray", "train__steps": 160, "data__epochs": 8,
+            "reward__server__kind": "genrm", "reward__server__base_url": server.base_url,
+            "reward__server__cache": False,
+        }  # fmt: skip
+        paths = [project(sources, name, **more) for name in ("left", "right")]
+        both = [start(path, cluster) for path in paths]
+        try:
+            for process in both:
+                finish(process)
+        finally:
+            for process in both:
+                process.kill()
+        assert len(server.calls) >= 2 * 320 * 2
     times = {}
     for path in paths:
         summary = json.loads((path.parent / "runs" / path.stem / "summary.json").read_text())
         assert summary["status"] == "finished"
         assert summary["groups"]["trained"] == 320
         assert summary["rewards"]["scorer"]["failed"] == {}
+        assert summary["rewards"]["server"]["failed"] == {}
+        assert summary["rewards"]["server"]["mean_last"] == pytest.approx(7 / 9)
         times[path.stem] = [step["time"] for step in records(path, path.stem, "step")]
     merged = sorted((t, name) for name, stamps in times.items() for t in stamps)
     switches = sum(a[1] != b[1] for a, b in pairwise(merged))

@@ -31,7 +31,7 @@ def settings(path: Path) -> tuple[Config, RunSpec]:
 def test_a_judge_and_a_scorer_that_die_are_started_again(
     project: Project, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config, run = settings(project(("rule", "judge", "scorer")))
+    config, run = settings(project(("rule", "judge", "scorer"), reward__judge__cache=False))
 
     async def main() -> None:
         replicas = LocalReplicas(config, run)

@@ -15,6 +15,7 @@ import ssl
 import urllib.request
 from collections import deque
 from collections.abc import AsyncIterator
+from typing import Any
 
 import h11
 import httpx
@@ -69,12 +70,12 @@ class Connections(httpx.AsyncBaseTransport):
 
     async def _connect(self, origin: Origin) -> _Connection:
         scheme, host, port = origin
+        # Addresses of IPv6 and IPv4 are tried side by side, where the loop can: Ray's cannot.
+        delay = 0.25 if isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop) else None
+        more: dict[str, Any] = {} if delay is None else {"happy_eyeballs_delay": delay}
         try:
             reader, writer = await asyncio.open_connection(
-                host,
-                port,
-                ssl=self._tls if scheme == "https" else None,
-                happy_eyeballs_delay=0.25,
+                host, port, ssl=self._tls if scheme == "https" else None, **more
             )
         except (OSError, ssl.CertificateError) as error:
             raise httpx.ConnectError(str(error) or repr(error)) from error
