@@ -113,6 +113,7 @@ def test_failures_are_retried_then_counted() -> None:
     ("settings", "cause"),
     [
         ({"kind": "genrm", "base_url": "http://x/v1"}, "timeout"),  # the pool retried already
+        ({"kind": "genrm", "base_url": "http://x/v1"}, "unparseable"),  # greedy
         ({"kind": "genrm"}, "unparseable"),  # greedy: the same words again
         ({"kind": "disrm"}, "non_finite"),
         ({"kind": "disrm"}, "too_long"),
@@ -124,6 +125,13 @@ def test_what_is_not_retried(settings: dict[str, Any], cause: str) -> None:
     (scored,), _ = score([a], {"a": settings})
     assert a.calls == 1
     assert scored.verdict == "drop_sample"
+
+
+@pytest.mark.parametrize("settings", [{"model": "m"}, {"base_url": "http://x/v1"}])
+def test_a_judge_that_draws_is_asked_for_another_verdict(settings: dict[str, Any]) -> None:
+    a = Fake("a", "unparseable", 1.0)
+    (scored,), _ = score([a], {"a": {"kind": "genrm", "temperature": 0.5, **settings}})
+    assert (scored.total, a.calls, scored.rewards["a"].retries) == (1.0, 2, 1)
 
 
 def test_on_failure_policies() -> None:

@@ -6,7 +6,7 @@
 ```
 
 Invariants: each source that the row picks gives exactly one typed outcome per sample; a failure is
-retried in one place only (the endpoint pool for a `base_url`, this loop for everything else) and
+retried in one place only (calls of a `base_url` by its endpoint pool, all else by this loop) and
 is never a number; a call that was lost with its replica is asked again, whatever `retries` says;
 per source, scored + abstained + failed equals the samples seen. One loop serves training,
 validation and `offbeat score`, each in a scope of its own: their counts are kept apart. The loop
@@ -41,6 +41,8 @@ BACKOFF_LIMIT_SECONDS = 5.0
 STOP_SECONDS = 30.0
 DETERMINISTIC = frozenset({"too_long", "template_error"})
 """Causes that the same sample meets again: retrying them is a waste."""
+READINGS = frozenset({"unparseable", "out_of_range", "no_majority"})
+"""Causes in the words of a judge, which another draw may not have."""
 LOST_LIMIT = 2
 """Times that a sample is asked again because its replica died. One that lost three replicas is
 likelier what kills them than a victim."""
@@ -285,7 +287,7 @@ class RewardLoop:
     async def _outcomes(self, name: str, items: Sequence[ScoreItem]) -> list[Reward]:
         """One outcome an item, after retries of a call in which all of them failed."""
         section = self._config[name]
-        budget = 0 if section.base_url is not None else section.retries
+        budget = section.retries
         retries = lost = 0
         rewards = await self._ask(name, items)
         while all(_worth_retrying(reward, section) for reward in rewards):
@@ -326,12 +328,16 @@ async def _nothing() -> None:
 
 
 def _worth_retrying(reward: Reward, section: RewardSourceSection) -> bool:
+    """Whether this loop is to ask again: of a server only for another draw of its words, as the
+    endpoint pool has retried all else."""
     if reward.status != "failed" or reward.cause in DETERMINISTIC:
+        return False
+    if section.base_url is not None and reward.cause not in READINGS:
         return False
     if section.kind == "disrm":
         return reward.cause != "non_finite"
     if section.kind == "genrm" and section.temperature == 0:
-        return reward.cause not in {"unparseable", "out_of_range"}
+        return reward.cause not in READINGS
     return True
 
 
