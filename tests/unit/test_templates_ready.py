@@ -114,7 +114,10 @@ def test_a_rubric() -> None:
     [
         (["is short", " names it "], ("is short", "names it")),
         ("is short", ("is short",)),
-        ("- is short\n* names it\n\n3. 2 lines\n4) ends", ("is short", "names it", "2 lines", "ends")),
+        (
+            "- is short\n* names it\n\n3. 2 lines\n4) ends",
+            ("is short", "names it", "2 lines", "ends"),
+        ),
         ("2.5 is named", ("2.5 is named",)),
         ([], ("own",)),
         ("", ("own",)),
