@@ -315,3 +315,26 @@ def test_one_cache_a_path(tmp_path: Path) -> None:
     first = shared_cache(tmp_path / "a.sqlite")
     assert shared_cache(tmp_path / "x" / ".." / "a.sqlite") is first
     assert shared_cache(tmp_path / "b.sqlite") is not first
+
+
+def test_a_cancel_that_meets_an_answer_is_not_lost(tmp_path: Path) -> None:
+    """Wherever between asking and hearing it comes."""
+
+    async def kept_its_word(turns: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+        cache = VerdictCache(tmp_path / "verdicts.sqlite")
+        jobs: list[Any] = []
+        monkeypatch.setattr(VerdictCache, "_ask", lambda _, job: jobs.append(job) or True)
+        task = asyncio.create_task(cache.get("a"))
+        while not jobs:
+            await asyncio.sleep(0)
+        jobs[0].found.set_result(None)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if not task.cancel():
+            return True  # it had ended
+        await asyncio.wait([task])
+        return task.cancelled()
+
+    with pytest.MonkeyPatch.context() as patch:
+        for turns in range(8):
+            assert run(lambda turns=turns: kept_its_word(turns, patch)), turns

@@ -117,14 +117,16 @@ class VerdictCache:
                 return
             self._jobs.put(closing)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.wrap_future(closing.done), PATIENCE_SECONDS)
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                await asyncio.wrap_future(closing.done)
 
     async def _look_up(self, key: str) -> str | None:
         job = _Get(key)
         if not self._ask(job):
             return None
         try:
-            text = await asyncio.wait_for(asyncio.wrap_future(job.found), PATIENCE_SECONDS)
+            async with asyncio.timeout(PATIENCE_SECONDS):  # wait_for may swallow a cancellation
+                text = await asyncio.wrap_future(job.found)
         except TimeoutError:
             self._late += 1
             if self._late >= MOST_LATE:
