@@ -47,9 +47,7 @@ def test_large_texts_are_written_early(tmp_path: Path, monkeypatch: pytest.Monke
     writer = TranscriptWriter(tmp_path)
     write(writer, *[Transcript("x" * 600, str(number)) for number in range(8)])
     writer.close()
-    found = read(tmp_path)
-    assert [said for part in found for said in part] == list("01234567")
-    assert len(found) > 1 or len(found[0]) == 8, "all came at once"
+    assert read(tmp_path) == [["0", "1"], ["2", "3"], ["4", "5"], ["6", "7"]]
     assert writer.lost == 0
 
 
@@ -58,8 +56,7 @@ def test_what_waits_is_bounded_and_what_is_lost_is_counted(
 ) -> None:
     monkeypatch.setattr(transcripts, "MOST_CHARACTERS", 1000)
     writer = TranscriptWriter(tmp_path)
-    with writer._lock:  # the disk hangs
-        write(writer, *[Transcript("x" * 299, str(number)) for number in range(8)])
+    write(writer, *[Transcript("x" * 299, str(number)) for number in range(8)])
     writer.close()
     assert read(tmp_path) == [["0", "1", "2"]]
     assert writer.lost == 5

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from offbeat.records import Reward, ScoreItem, Transcript
 from offbeat.track.metrics import TelemetryThread
 
-QUEUED_GROUPS = 2_000
+QUEUED_FILES = 1_000
 ROWS_A_FILE = 2_000
 CHARACTERS_A_FILE = 32_000_000
 MOST_CHARACTERS = 256_000_000
@@ -46,18 +46,22 @@ Row = tuple[str, int, int, int, str, Transcript]
 
 class TranscriptWriter:
     """Writes the transcripts under `<run_dir>/transcripts`, a file for some thousand calls, behind
-    those that are there. What waits for that is bounded, in calls and in characters."""
+    those that are there. What waits for that is bounded, in calls and in characters.
+
+    The thread is handed a file's rows at a time: one that wakes for every call holds up the event
+    loop, whose turn it takes.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self.folder = run_dir / "transcripts"
-        self._rows: list[Row] = []
-        self._files: int | None = None
-        self._held = 0  # characters that wait
+        self._rows: list[Row] = []  # of the next file
+        self._size = 0  # their characters
+        self._held = 0  # characters of all that waits
         self._dropped = 0
-        self._counting = threading.Lock()
-        self._lock = threading.Lock()  # the thread writes, and `close` after it
-        self._thread: TelemetryThread[list[Row]] = TelemetryThread(
-            "transcripts", self._take, QUEUED_GROUPS
+        self._files: int | None = None
+        self._lock = threading.Lock()
+        self._thread: TelemetryThread[tuple[list[Row], int]] = TelemetryThread(
+            "transcripts", self._write_all, QUEUED_FILES
         )
 
     @property
@@ -69,7 +73,7 @@ class TranscriptWriter:
         self, scope: str, attempt: int, items: Sequence[ScoreItem],
         rewards: Sequence[Mapping[str, Reward]],
     ) -> None:  # fmt: skip
-        """Queue what the judges of one group said."""
+        """Keep what the judges of one group said."""
         rows = [
             (scope, item.prompt.ordinal, attempt, item.index, name, transcript)
             for item, of_sample in zip(items, rewards, strict=True)
@@ -79,31 +83,39 @@ class TranscriptWriter:
         if not rows:
             return
         size = _characters(rows)
-        with self._counting:
-            full = self._held + size > MOST_CHARACTERS
-            self._held += 0 if full else size
-            self._dropped += full
-        if not full and not self._thread.submit(rows):
-            self._let_go(size)
+        with self._lock:
+            if self._held + size > MOST_CHARACTERS:
+                self._dropped += 1
+                return
+            self._held += size
+            self._size += size
+            self._rows += rows
+            full = len(self._rows) >= ROWS_A_FILE or self._size >= CHARACTERS_A_FILE
+        if full:
+            self._hand_over()
 
     def close(self) -> None:
         """Write what is there, within 10 seconds."""
+        self._hand_over()
         self._thread.close()
-        with self._thread.boundary, self._lock:
-            self._flush()
 
-    def _take(self, groups: list[list[Row]]) -> None:
+    def _hand_over(self) -> None:
+        """Gives the thread the next file's rows."""
         with self._lock:
-            self._rows += [row for group in groups for row in group]
-            full = len(self._rows) >= ROWS_A_FILE
-            if full or _characters(self._rows) >= CHARACTERS_A_FILE:
-                self._flush()
+            rows, size = self._rows, self._size
+            self._rows, self._size = [], 0
+        if rows and not self._thread.submit((rows, size)):
+            self._let_go(size)
 
-    def _flush(self) -> None:
-        rows, self._rows = self._rows, []
-        if not rows:
-            return
-        self._let_go(_characters(rows))
+    def _write_all(self, files: list[tuple[list[Row], int]]) -> None:
+        for rows, size in files:
+            with self._thread.boundary:
+                try:
+                    self._write_file(rows)
+                finally:
+                    self._let_go(size)
+
+    def _write_file(self, rows: list[Row]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._files is None:
             numbers = [int(path.stem.rpartition("-")[2]) for path in self.folder.glob(FILES)]
@@ -118,7 +130,7 @@ class TranscriptWriter:
         self._files += 1
 
     def _let_go(self, characters: int) -> None:
-        with self._counting:
+        with self._lock:
             self._held -= characters
 
 
