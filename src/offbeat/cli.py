@@ -40,6 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError(
                 f"unexpected argument {overrides[0]}; see offbeat {options.name} --help"
             )
+        if overrides and not options.config.exists():
+            raise UserError(
+                f"{options.config} does not exist; settings stand behind the file: offbeat "
+                f"{options.name} CONFIG {overrides[0]} ..."
+            )
         return command(options, overrides)
     except KeyboardInterrupt:
         print("offbeat: interrupted", file=sys.stderr)
@@ -117,10 +122,9 @@ def _add_score(score: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError(text)
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 on")
+    return int(text)
 
 
 def _init(options: argparse.Namespace, overrides: list[str]) -> int:

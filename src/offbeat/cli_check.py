@@ -54,6 +54,7 @@ def preflight(
     elsewhere = assumed is not None
     rows = _rows(config, "train", elsewhere)
     held_out = _rows(config, "validation", elsewhere) if config.data.validation else []
+    _check_columns(config, rows, warn or say)
     _check_functions(config, rows, held_out, say)
     for name, source in config.active_rewards.items():
         check_template(config, name, source, rows, say)
@@ -74,6 +75,29 @@ def _rows(config: Config, split: Split, elsewhere: bool) -> Sequence[Row]:
     if elsewhere and path is not None and not path.exists():
         return []
     return select_rows(config, split)[1]
+
+
+def _check_columns(config: Config, rows: Sequence[Row], warn: Say) -> None:
+    """Refuses columns that settings name and no row has; says which sources score no row."""
+    data, there = config.data, {name for row in rows for name in row.columns}
+    named = {f"reward.{name}.when": tuple(s.when) for name, s in config.active_rewards.items()}
+    if data.reference_column != type(data).model_fields["reference_column"].default:
+        named["data.reference_column"] = (data.reference_column,)
+    for setting, columns in named.items():
+        for column in columns if rows else ():
+            if column not in there:
+                raise UserError(
+                    f"{setting} names the column {column!r}, which no row of {data.train} has; "
+                    f"there are {', '.join(sorted(there))}"
+                )
+    for name in config.active_rewards:
+        if rows and not _rows_of(config, name, rows):
+            warn(f"reward.{name} scores no row of {data.train}: none picks it")
+    if config.validation.every and data.validation is None:
+        warn(
+            f"validate.every = {config.validation.every} does nothing, as data.validation is not "
+            "set; set it to a file of held-out prompts"
+        )
 
 
 _FUNCTION = ("function", "workers", "style", "arguments")

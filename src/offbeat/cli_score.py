@@ -166,6 +166,7 @@ def facts_of(reading: Reading, digest: str) -> dict[str, Any]:
         **sources,
         "data": {key: value for key, value in chosen.data.model_dump().items() if "column" in key},
         "seed": chosen.seed,
+        "FILE": reading.path.name,
         "content of": {str(reading.path.name): digest, **files},
         "answer-column": reading.answer_column,
         "group-column": reading.group_column,

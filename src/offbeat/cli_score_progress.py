@@ -63,7 +63,9 @@ class Progress:
         for statement in filter(str.strip, _TABLES.split(";")):
             self._db.execute(statement)
         found = self._db.execute("SELECT facts FROM key").fetchone()
-        if found is None:
+        if found is None or self._empty():  # of a start that came to nothing, whatever its settings
+            found = None
+            self._db.execute("DELETE FROM key")
             self._db.execute("INSERT INTO key VALUES (?)", (json.dumps(key),))
         self._db.execute("COMMIT")
         if found is not None:
@@ -99,10 +101,13 @@ class Progress:
 
     def leave(self) -> None:
         """Closes it, to be gone on from; deletes it if nothing is in it."""
-        if self._db.execute("SELECT 1 FROM done LIMIT 1").fetchone() is None:
+        if self._empty():
             self.remove()
         else:
             self._db.close()
+
+    def _empty(self) -> bool:
+        return self._db.execute("SELECT 1 FROM done LIMIT 1").fetchone() is None
 
     def remove(self) -> None:
         """Closes and deletes it."""
@@ -115,7 +120,7 @@ def difference(before: Any, now: Any, where: str = "") -> str | None:
     """The first place where two trees of plain values differ, in words; None if nowhere."""
     if isinstance(before, dict) and isinstance(now, dict):
         for name in sorted({*before, *now}):
-            inner = f"{where}.{name}" if where else name
+            inner = f"{where}{' ' if where.endswith(' of') else '.'}{name}" if where else name
             found = difference(before.get(name), now.get(name), inner)
             if found is not None:
                 return found

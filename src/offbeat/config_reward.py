@@ -330,6 +330,16 @@ def check_shared_pools(
             )
         pools.setdefault(pool, {})[f"reward.{name}.device_share"] = source.device_share
     for pool, shares in pools.items():
+        alone = sum(source.pool == pool for source in every.values()) == 1
+        for key, share in shares.items():
+            if alone and share < 1:
+                others = {source.pool for source in every.values()} - {None, pool}
+                raise ValueError(
+                    f"{key} = {share:g} would leave the rest of its device idle, because no other "
+                    f'source has pool = "{pool}"; name one that another has'
+                    + (f" ({', '.join(sorted(filter(None, others)))})" if others else "")
+                    + ", or leave pool and device_share out"
+                )
         # Replica 0 of every source lies on the pool's first device, so it is the fullest.
         if sum(shares.values()) > 1 + 1e-9:
             named = " + ".join(f"{key} = {share:g}" for key, share in shares.items())

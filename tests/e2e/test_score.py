@@ -327,7 +327,7 @@ def test_progress_belongs_to_one_process_and_to_what_the_scores_follow_from(
     (folder / "rewards.py").write_text(code)
     text = file.read_text()
     answers(file, 999)
-    assert "another content of.a.jsonl (" in refused(capsys, path, file, "-o", out)
+    assert "another content of a.jsonl (" in refused(capsys, path, file, "-o", out)
     file.write_text(text)
     more = ("--reward.slow.deadline_seconds", "100", "--reward.slow.workers", "2")
     assert score(path, file, "-o", out, *more) == 0, "how it is asked may change"

@@ -64,6 +64,8 @@ def test_grades_are_read_on_the_sources_own_scale(tmp_path: Path) -> None:
     assert known(["Yes", "no", 1, 0.5, True], parser="yes_no") == [1, 0, 1, 0.5, 1]
     choices = {"parser": "choice", "choices": {"Good": 2.0, "Bad": -1.0}}
     assert known(["good", " Bad ", 0], **choices) == [2, -1, 0]
+    digits = {"parser": "expected", "choices": {"9": 1.0, "1": 0.0}}
+    assert known([9, 1, "1", 9.0, 0.5], **digits) == [1, 0, 0, 1, 0.5], "what the judge would say"
     assert known([3, 7], pairwise="all", parser="choice") == [3, 7]  # only their order counts
     other = {"base_url": None, "model": "m"}
     assert known([-4.5, 1e9], kind="disrm", **other) == [-4.5, 1e9]

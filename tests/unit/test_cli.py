@@ -34,6 +34,42 @@ def project(tmp_path: Path, model: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--reward.other.when", '{"tsk": ["a"]}'], "reward.other.when names the column 'tsk'"),
+        (["--data.reference_column", "refrence"], "data.reference_column names the column 'refr"),
+    ],
+)
+def test_a_column_that_no_row_has_is_refused_with_those_that_are_there(
+    project: Path, more: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (project / "run.toml").read_text()
+    text += '\n[reward.other]\nkind = "function"\nfunction = "rewards.py:correct"\n'
+    (project / "run.toml").write_text(text)
+    assert main(["check", str(project / "run.toml"), *more]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert "there are prompt, reference" in said
+
+
+def test_check_says_what_does_nothing(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (project / "run.toml").read_text().replace('validation = "validation.jsonl"', "")
+    text += '\n[reward.other]\nkind = "function"\nfunction = "rewards.py:correct"\n'
+    (project / "run.toml").write_text(text + 'when = { reference = "none of them" }\n')
+    assert main(["check", str(project / "run.toml")]) == 0
+    out = capsys.readouterr().out
+    assert "reward.other scores no row of" in out
+    assert "validate.every = 10 does nothing, as data.validation is not set" in out
+
+
+def test_settings_before_the_file_are_told(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", "--run", "other", str(project / "run.toml")]) == 2
+    assert "settings stand behind the file: offbeat check CONFIG --run" in capsys.readouterr().err
+
+
 def test_init_writes_a_project_once(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = sorted(path.name for path in project.iterdir())
     assert names == ["rewards.py", "run.toml", "train.jsonl", "validation.jsonl"]

@@ -199,6 +199,10 @@ def test_a_single_device_is_one_pool_of_all_roles(project: Project) -> None:
             {"reward__judge__base_url": "http://x/v1"},
             ["reward.judge.pool", "an external judge has none"],
         ),
+        (
+            {"reward__judge__pool": "smal"},
+            ['no other source has pool = "smal"', "another has (small)"],
+        ),
         ({"reward__rule__device_share": 0.5}, ["reward.rule.device_share = 0.5", "idle"]),
         (
             {"cluster__single_device": True, "train__max_staleness": 0,

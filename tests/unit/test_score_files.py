@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -259,3 +261,16 @@ def test_the_table_says_what_happened() -> None:
     assert lines[2].split() == ["judge", "1", "1", "1", "0.25", "4", "2", "34", "2.0"]
     assert lines[3].split() == ["rule", "0", "0", "0", "-", "-", "-", "-", "-"]
     assert lines[4:] == ["judge failed(timeout) 1, first at line 6: late twice"]
+
+
+def test_progress_of_a_start_that_came_to_nothing_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "x.progress"
+    with contextlib.closing(sqlite3.connect(path)) as file:  # what a killed start leaves behind
+        file.executescript(
+            "CREATE TABLE key (facts TEXT NOT NULL); INSERT INTO key VALUES ('{\"a\": 1}');"
+        )
+    progress = Progress(path, {"a": 2})
+    progress.put({0: (False, "{}")})
+    progress.leave()
+    with pytest.raises(UserError, match="another a"):
+        Progress(path, {"a": 1})

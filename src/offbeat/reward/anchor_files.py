@@ -113,8 +113,11 @@ def _known(grade: Any, section: RewardSourceSection, where: str) -> float:
 
 def _of_words(grade: Any, number: float | None, words: Mapping[str, float], where: str) -> float:
     said = {word.casefold(): value for word, value in words.items()}
-    if isinstance(grade, str) and grade.strip().casefold() in said:
-        return said[grade.strip().casefold()]
+    # A number that is spelled as a word is what the judge would say: 1 may count 0.
+    spelled = "" if number is None else f"{number:g}"
+    spelled = grade.strip().casefold() if isinstance(grade, str) else spelled
+    if spelled in said:
+        return said[spelled]
     low, high = min(words.values()), max(words.values())
     if number is None or not low <= number <= high:
         raise UserError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from offbeat.records import Span
@@ -24,6 +24,10 @@ class Verdict:
     seconds: float = 0.0
     cached: bool = False
 
+    def free(self) -> Verdict:
+        """The same for one who asked while another's call was under way: that one pays for it."""
+        return replace(self, retries=0, prompt_tokens=0, completion_tokens=0)
+
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
@@ -35,6 +39,10 @@ class Weighed:
 
     probabilities: tuple[float, ...]
     verdict: Verdict
+
+    def free(self) -> Weighed:
+        """As `Verdict.free`."""
+        return replace(self, verdict=self.verdict.free())
 
 
 class VerdictBackend(Protocol):

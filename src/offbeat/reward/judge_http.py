@@ -52,8 +52,8 @@ class HttpBackend:
         self._seed: int | None = source_seed(
             section.seed if section.seed is not None else seed, name
         )
-        self._verdicts: InFlight[Verdict] = InFlight(f"judge/{name}")
-        self._weighed: InFlight[Weighed] = InFlight(f"judge/{name}")
+        self._verdicts = InFlight(f"judge/{name}", Verdict.free)
+        self._weighed = InFlight(f"judge/{name}", Weighed.free)
         self._goes_on = False
         self._identity = str(section.model)
         self.pool = EndpointPool(name, section, transport=transport, pause_seconds=pause_seconds)
