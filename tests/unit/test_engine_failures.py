@@ -27,6 +27,7 @@ from offbeat.records import (
     PolicyVersion,
     Progress,
 )
+from offbeat.rollout import validation
 from offbeat.rollout.engine import Engine
 from offbeat.rollout.rollouter import Rollouter
 
@@ -291,15 +292,14 @@ def test_a_validation_outlives_an_engine(tmp_path: Path) -> None:
         return Answering(prompt_answer)
 
     async def body(rollouter: Rollouter) -> Any:
-        rollouter._held_out = [rollouter.prompts.prompt(i) for i in range(6)]
-        rollouter._check = lambda prompts, completions: [1.0] * len(completions)
+        held_out = [rollouter.prompts.prompt(i) for i in range(6)]
+        rollouter._validator = validation.Validator(config, held_out)
         return await rollouter.validate()
 
     config = config_of(tmp_path, min_scored=1)
     version, metrics = drive(tmp_path, config, [Validator(9)], body, total=4, replace=replace)
     assert version == 0
-    assert metrics["accuracy"] == 1.0
-    assert metrics["n"] == 6
+    assert (metrics["n"], metrics["mean_tokens"]) == (6, 1.0)
 
 
 def test_a_hung_validation_is_named_and_holds_up_no_publication(tmp_path: Path) -> None:
@@ -311,8 +311,8 @@ def test_a_hung_validation_is_named_and_holds_up_no_publication(tmp_path: Path) 
                 yield completion
 
     async def body(rollouter: Rollouter) -> Any:
-        rollouter._held_out = [rollouter.prompts.prompt(0)]
-        with pytest.raises(DeadlinePassed, match=r"validation of version 0 .*engines owe"):
+        rollouter._validator = validation.Validator(config, [rollouter.prompts.prompt(0)])
+        with pytest.raises(DeadlinePassed, match=r"0 of 1 prompts answered at validate.deadline"):
             await rollouter.validate()
         await rollouter.batch(0)
         return await rollouter.published(manifest(1))
