@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from offbeat.config import RewardSourceSection
 from offbeat.records import Transcript
-from offbeat.reward.cache import VerdictCache, verdict_key
+from offbeat.reward.cache import VerdictCache, plain_facts, verdict_key
 from offbeat.reward.expected import expected_value, preferences, shown, weighed_verdicts
 from offbeat.reward.grade import Grade, Unread
 from offbeat.reward.judge import Verdict, VerdictBackend, Weighed
@@ -47,6 +47,7 @@ class Asker:
         self._cache = cache if section.cache and section.temperature == 0 else None
         self._verdicts = weighed_verdicts(section) if section.parser == "expected" else {}
         self._words = preferences(section) if section.pairwise is not None else section.choices
+        self._facts: dict[int, str] = {}  # by the number of criteria
 
     async def ask(self, asked: JudgeText, vote: int = 0, *, fresh: bool = False) -> Opinion:
         """The judge's verdict on a text, read; whatever fails has a cause.
@@ -56,14 +57,15 @@ class Asker:
         clock = asyncio.get_running_loop().time
         start = clock()
         try:
-            kept = None if fresh else await self._find(asked)
+            key = None if fresh or self._cache is None else self._key(asked)
+            kept = await self._find(asked, key)
             told = await self._hear(asked, vote) if kept is None else kept
         except CallFailed as failed:
             transcript = Transcript(asked.text, "", cause=failed.cause, seconds=clock() - start)
             return Opinion(transcript, failed.reason, failed.retries)
         read = self._read(told, asked)
-        if kept is None and not fresh and isinstance(read, Grade):
-            await self._keep(asked, told)
+        if kept is None and key is not None and isinstance(read, Grade):
+            await self._keep(key, told)
         verdict = told.verdict if isinstance(told, Weighed) else told
         transcript = Transcript(
             asked.text,
@@ -107,32 +109,39 @@ class Asker:
 
     # -- the cache -------------------------------------------------------------------------------
 
-    async def _find(self, asked: JudgeText) -> Told | None:
+    async def _find(self, asked: JudgeText, key: str | None) -> Told | None:
         """A verdict that was kept and can be read; of another kind it is none."""
-        if self._cache is None:
+        if self._cache is None or key is None:
             return None
-        kept = await self._cache.get(self._key(asked))
+        kept = await self._cache.get(key)
         if kept is None or isinstance(kept, Weighed) != bool(self._verdicts):
             return None
         return kept if isinstance(self._read(kept, asked), Grade) else None
 
-    async def _keep(self, asked: JudgeText, told: Told) -> None:
+    async def _keep(self, key: str, told: Told) -> None:
         """Only what could be read is kept, so that whoever tries again asks the judge anew."""
         if self._cache is not None:
-            await self._cache.put(self._key(asked), told)
+            await self._cache.put(key, told)
 
     def _key(self, asked: JudgeText) -> str:
         """All that a verdict of temperature 0 follows from, beside the judge's identity."""
-        section = self._section
         criteria = len(asked.criteria)
-        facts = {
-            "engine": section.engine if section.has_pool else "server",
-            "dtype": section.dtype if section.has_pool else "",
-            "engine_args": section.engine_args if section.has_pool else {},
-            "chat": section.chat,
-            "max_tokens": section.max_tokens,
-            "stop": section.stop,
-            "form": [structure_of(section, criteria), server_fields(section, criteria)],
-            "weighed": list(self._verdicts),
-        }
+        facts = self._facts.get(criteria)
+        if facts is None:
+            facts = self._facts[criteria] = self._facts_of(criteria)
         return verdict_key(self._judge.identity, facts, asked.text)
+
+    def _facts_of(self, criteria: int) -> str:
+        section = self._section
+        return plain_facts(
+            {
+                "engine": section.engine if section.has_pool else "server",
+                "dtype": section.dtype if section.has_pool else "",
+                "engine_args": section.engine_args if section.has_pool else {},
+                "chat": section.chat,
+                "max_tokens": section.max_tokens,
+                "stop": section.stop,
+                "form": [structure_of(section, criteria), server_fields(section, criteria)],
+                "weighed": list(self._verdicts),
+            }
+        )

@@ -50,13 +50,18 @@ log = logging.getLogger(__name__)
 Kept = Verdict | Weighed
 
 
-def verdict_key(identity: str, facts: Mapping[str, object], *texts: str) -> str:
+def plain_facts(facts: Mapping[str, object]) -> str:
+    """Facts as one text for `verdict_key`, whatever their order: made once for many keys."""
+    return json.dumps(dict(facts), sort_keys=True, default=str, ensure_ascii=False)
+
+
+def verdict_key(identity: str, facts: Mapping[str, object] | str, *texts: str) -> str:
     """The key (sha256, hex) of what the model `identity` says to `texts` under `facts`.
 
-    `facts` are plain values: the settings that a verdict depends on, whatever their order.
+    `facts` are plain values: the settings that a verdict depends on (or `plain_facts` of them).
     """
-    plain = [identity, dict(facts), texts]
-    words = json.dumps(plain, sort_keys=True, default=str, ensure_ascii=False)
+    known = facts if isinstance(facts, str) else plain_facts(facts)
+    words = json.dumps([identity, known, texts], ensure_ascii=False)
     return hashlib.sha256(words.encode("utf-8", "surrogatepass")).hexdigest()
 
 
