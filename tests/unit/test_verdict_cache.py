@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from offbeat.reward import cache as module
+from offbeat.reward import cache_file
 from offbeat.reward.cache import VerdictCache, shared_cache, verdict_key
 from offbeat.reward.judge import Verdict, Weighed
 
@@ -273,13 +274,13 @@ def test_a_disk_that_hangs_costs_bounded_waits(
     monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(module, "MOST_LATE", 3)
     released = threading.Event()
-    opened = module._Keeper._open
+    opened = cache_file.Keeper._open
 
     def hang(self: Any) -> sqlite3.Connection:
         released.wait(30)
         return opened(self)
 
-    monkeypatch.setattr(module._Keeper, "_open", hang)
+    monkeypatch.setattr(cache_file.Keeper, "_open", hang)
 
     async def body() -> None:
         cache = VerdictCache(tmp_path / "verdicts.sqlite")
@@ -296,7 +297,7 @@ def test_a_disk_that_hangs_costs_bounded_waits(
 
 
 def test_the_thread_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(cache_file, "IDLE_SECONDS", 0.05)
     cache = VerdictCache(tmp_path / "verdicts.sqlite")
 
     async def put(number: int) -> None:
