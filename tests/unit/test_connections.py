@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from offbeat.reward import connections
-from offbeat.reward.connections import Connections, needs_proxy
+from offbeat.reward.connections import Connections, proxy_to, transport_to
 from offbeat.testing.judge_server import Fault, JudgeServer
 
 BODY = {"model": "judge", "messages": [{"role": "user", "content": "2+2?"}]}
@@ -192,9 +192,31 @@ def test_a_proxy_of_the_environment_is_noticed(monkeypatch: pytest.MonkeyPatch) 
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)
-    assert not needs_proxy(httpx.URL("https://judge.example/v1"))
-    monkeypatch.setenv("https_proxy", "http://proxy:3128")
+    assert proxy_to(httpx.URL("https://judge.example/v1")) is None
+    monkeypatch.setenv("https_proxy", "proxy:3128")
     monkeypatch.setenv("no_proxy", "localhost,inside.example")
-    assert needs_proxy(httpx.URL("https://judge.example/v1"))
-    assert not needs_proxy(httpx.URL("http://judge.example/v1"))
-    assert not needs_proxy(httpx.URL("https://judge.inside.example/v1"))
+    assert proxy_to(httpx.URL("https://judge.example/v1")) == "http://proxy:3128"
+    assert proxy_to(httpx.URL("http://judge.example/v1")) is None
+    assert proxy_to(httpx.URL("https://judge.inside.example/v1")) is None
+
+
+def test_calls_go_through_a_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bytes] = []
+
+    async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append((await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")[0])
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi")
+        writer.close()
+
+    async def main() -> bytes:
+        async with await asyncio.start_server(proxy, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            monkeypatch.setenv("http_proxy", f"127.0.0.1:{port}")
+            monkeypatch.setenv("no_proxy", "")
+            url = httpx.URL("http://judge.example/v1/models")
+            async with transport_to(url, ssl.create_default_context()) as transport:
+                response = await transport.handle_async_request(httpx.Request("GET", url))
+                return await response.aread()
+
+    assert asyncio.run(main()) == b"hi"
+    assert asked == [b"GET http://judge.example/v1/models HTTP/1.1"]

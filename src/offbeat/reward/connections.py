@@ -1,8 +1,9 @@
-"""HTTP/1.1 connections to judges, for httpx's client: a call costs the same however many are open.
+"""HTTP/1.1 connections to judges, as a transport of httpx: a call costs the same however many are
+open.
 
 httpx's own transport looks at all its connections for each request and each answer, which at a
 thousand of them takes more than ten milliseconds of the event loop a call. This one keeps those
-that are idle on a stack. Messages are h11's, addresses, keys, redirects and encodings httpx's.
+that are idle on a stack. Messages are h11's, requests and responses httpx's.
 
 It has no time limits of its own: whoever asks sets a deadline around the call, and a call that is
 given up closes its connection. It tries nothing twice.
@@ -27,15 +28,26 @@ IDLE_SECONDS = 4.0
 Origin = tuple[str, str, int]
 
 
-def needs_proxy(url: httpx.URL) -> bool:
-    """Whether the environment has a proxy for this address: that is httpx's own transport's."""
+def transport_to(url: httpx.URL, tls: ssl.SSLContext) -> httpx.AsyncBaseTransport:
+    """What carries calls to this address; through a proxy where the environment names one."""
+    proxy = proxy_to(url)
+    if proxy is None:
+        return Connections(tls)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return httpx.AsyncHTTPTransport(verify=tls, proxy=proxy, limits=limits)
+
+
+def proxy_to(url: httpx.URL) -> str | None:
+    """The proxy that the environment has for this address: HTTPS_PROXY, NO_PROXY and the like."""
     proxies = urllib.request.getproxies()
-    named = url.scheme in proxies or "all" in proxies
-    return named and not urllib.request.proxy_bypass(url.host)
+    named = proxies.get(url.scheme) or proxies.get("all")
+    if not named or urllib.request.proxy_bypass(url.host):
+        return None
+    return named if "://" in named else f"http://{named}"
 
 
 class Connections(httpx.AsyncBaseTransport):
-    """A transport for `httpx.AsyncClient`, of any number of connections; one loop's."""
+    """A transport of any number of connections; one loop's."""
 
     def __init__(self, tls: ssl.SSLContext) -> None:
         """`tls` is for https addresses. Opens nothing."""

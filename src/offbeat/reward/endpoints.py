@@ -11,15 +11,17 @@ import email.utils
 import json
 import ssl
 import time
+from base64 import b64encode
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
+from offbeat import __version__
 from offbeat.errors import OffbeatError, UserError
 from offbeat.reward.breaker import AdaptiveLimit, Breaker
-from offbeat.reward.connections import Connections, needs_proxy
+from offbeat.reward.connections import transport_to
 from offbeat.reward.limiter import shared_limiter
 
 LARGEST_BODY = 1_000_000
@@ -29,7 +31,12 @@ SHORTEST_PROBE_SECONDS = 2.0
 _TOO_LONG = ("context_length_exceeded", "context length", "maximum context", "too long")
 _OF_THE_SERVER = frozenset({401, 402, 403, 404, 405, 501})
 """Refusals that another server need not share: its key, its models, its routes."""
-_HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+_HEADERS = {
+    "Accept": "application/json",
+    "Accept-Encoding": "identity",
+    "Content-Type": "application/json",
+    "User-Agent": f"offbeat/{__version__}",
+}
 
 
 class CallFailed(OffbeatError):
@@ -99,11 +106,12 @@ class Endpoint:
             )
         bare = parts.netloc.rpartition("@")[2]
         self.address = urlunsplit((parts.scheme, bare, parts.path, "", "")).rstrip("/")
-        self._auth = (parts.username, parts.password or "") if parts.username else None
-        self._source, self._transport = source, transport
+        self._auth = (httpx.URL(url).username, httpx.URL(url).password)
+        self._source, self._given = source, transport
         self._deadline = deadline_seconds
         self._key: str | None = None
-        self._client: httpx.AsyncClient | None = None
+        self._transport: httpx.AsyncBaseTransport | None = None
+        self._headers = dict(_HEADERS)
         self._urls: dict[str, httpx.URL] = {}  # by path, read once
         self.limiter = shared_limiter(self.address, "")
         self.breaker = Breaker()
@@ -122,23 +130,21 @@ class Endpoint:
     def start(self, key: str | None, tls: ssl.SSLContext) -> None:
         """From here on it may be asked, with this key."""
         self._key = key
-        proxied = needs_proxy(httpx.URL(self.address))
-        self._client = httpx.AsyncClient(
-            transport=self._transport or (None if proxied else Connections(tls)),
-            auth=self._auth,
-            headers={"Authorization": f"Bearer {key}"} if key else None,
-            timeout=max(self._deadline, PROBE_SECONDS),
-            limits=httpx.Limits(max_connections=None),
-            verify=tls,
-        )
+        self._transport = self._given or transport_to(httpx.URL(self.address), tls)
+        self._headers = dict(_HEADERS)
+        if any(self._auth):
+            pair = b64encode(":".join(self._auth).encode()).decode()
+            self._headers["Authorization"] = f"Basic {pair}"
+        elif key:
+            self._headers["Authorization"] = f"Bearer {key}"
         self.limiter = shared_limiter(self.address, f"{key}\n{self._auth}")
         self.breaker, self.out_since, self.problem = Breaker(), None, ""
 
     async def stop(self) -> None:
         """Closes the connections."""
-        client, self._client = self._client, None
-        if client is not None:
-            await client.aclose()
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            await transport.aclose()
 
     @property
     def seat(self) -> bool:
@@ -215,7 +221,7 @@ class Endpoint:
 
     def clean(self, text: str) -> str:
         """Text without the key, should a server echo it."""
-        for secret in (self._key, self._auth[1] if self._auth else None):
+        for secret in (self._key, self._auth[1]):
             text = text.replace(secret, "***") if secret else text
         return text
 
@@ -238,15 +244,18 @@ class Endpoint:
     async def _request(
         self, method: str, path: str, content: bytes | None = None
     ) -> tuple[int, bytes, httpx.Headers]:
-        """Status, body (of a bit more than `LARGEST_BODY` bytes at most) and headers."""
-        client = self._client
-        if client is None:
+        """Status, body (of a bit more than `LARGEST_BODY` bytes at most) and headers.
+
+        httpx's client is left out: its share of a call is as large as the connection's.
+        """
+        transport = self._transport
+        if transport is None:
             raise CallFailed("unavailable", f"the client of {self.address} is not started")
         url = self._urls.get(path)
         if url is None:
             url = self._urls[path] = httpx.URL(f"{self.address}{path}")
-        request = client.build_request(method, url, content=content, headers=_HEADERS)
-        response = await client.send(request, stream=True)
+        request = httpx.Request(method, url, content=content, headers=self._headers)
+        response = await transport.handle_async_request(request)
         try:
             return response.status_code, await _read(response), response.headers
         finally:
