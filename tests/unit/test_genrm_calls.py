@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +16,12 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from judge_fakes import StubJudge, group, item, judged, section
 
-from offbeat.records import Transcript
+from offbeat.records import ScoreItem, Transcript
 from offbeat.reward.asking import RAW_KEPT
 from offbeat.reward.cache import VerdictCache
 from offbeat.reward.genrm import GenRM
 from offbeat.reward.judge import Verdict
+from offbeat.reward.judge_prompt import JudgeText
 from offbeat.reward.pool import CallFailed
 
 
@@ -222,3 +225,36 @@ def test_comparisons_are_cached(tmp_path: Path) -> None:
         assert [reward.value for reward in rewards] == [0.5, 0.5, 0.5]
     assert len(judge.asked) == 6
     assert all(call.cached for reward in rewards for call in reward.transcripts)
+
+
+def test_short_texts_are_rendered_on_the_loop_long_and_slow_ones_in_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = GenRM("judge", section(), StubJudge("8"))
+    threads: list[bool] = []
+    rendered = source._prompt.one
+    busy = 0.0
+
+    def render(first: ScoreItem) -> JudgeText:
+        threads.append(threading.current_thread() is not threading.main_thread())
+        until = time.thread_time() + busy
+        while time.thread_time() < until:
+            pass
+        return rendered(first)
+
+    monkeypatch.setattr(source._prompt, "one", render)
+
+    async def where(answer: str) -> bool:
+        (reward,) = await source.score([item(answer)])
+        assert reward.status == "scored"
+        return threads.pop()
+
+    async def main() -> None:
+        nonlocal busy
+        assert [await where("4") for _ in range(3)] == [False, False, False]
+        assert await where("because " * 10_000)
+        assert not await where("4")
+        busy = 0.02
+        assert [await where("4") for _ in range(5)] == [False, False, False, True, True]
+
+    asyncio.run(main())

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,6 +32,9 @@ from offbeat.reward.together import together
 from offbeat.reward.turns import Turns
 from offbeat.reward.votes import Counted, commonest, count_votes
 
+LONG_TEXT = 20_000  # characters
+SLOW_SECONDS = 0.003
+SLOW_TEXTS = 3  # the first ones make what templates need
 BETWEEN = "\n---\n"
 """Stands between several verdicts in `Reward.raw`."""
 
@@ -68,6 +72,7 @@ class GenRM:
         self._asker = Asker(section, judge, cache)
         self._bias, self._turns = PositionBias(), Turns()
         self._spreads, self._spread = 0, 0.0
+        self._slow_texts = 0
 
     @property
     def name(self) -> str:
@@ -134,7 +139,7 @@ class GenRM:
     async def _hear(self, first: ScoreItem, second: ScoreItem | None = None) -> _Heard:
         """All votes on one answer, or on two compared."""
         try:
-            text = await asyncio.to_thread(self._render, first, second)
+            text = await self._text(first, second)
         except TemplateFailed as failed:
             return _Heard(Counted(None, "template_error"), reason=str(failed))
         votes, again = self._section.votes, first.draw > 0
@@ -152,6 +157,21 @@ class GenRM:
             self._spread += (counted.spread - self._spread) / self._spreads
         reason = next((o.reason for o in opinions if o.transcript.cause == counted.cause), "")
         return _Heard(counted, opinions, "" if counted.cause is None else reason)
+
+    async def _text(self, first: ScoreItem, second: ScoreItem | None) -> JudgeText:
+        """The rendered text; raises `TemplateFailed`.
+
+        Short ones are made here: a thread for each takes more of the event loop's time than it
+        saves. A template that has been slow goes to threads from then on, as do long texts.
+        """
+        texts = [first.prompt.question, first.completion, second.completion if second else ""]
+        if self._slow_texts >= SLOW_TEXTS or sum(map(len, texts)) > LONG_TEXT:
+            return await asyncio.to_thread(self._render, first, second)
+        begun = time.thread_time()
+        try:
+            return self._render(first, second)
+        finally:
+            self._slow_texts += time.thread_time() - begun > SLOW_SECONDS
 
     def _render(self, first: ScoreItem, second: ScoreItem | None) -> JudgeText:
         return self._prompt.one(first) if second is None else self._prompt.two(first, second)

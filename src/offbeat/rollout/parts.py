@@ -16,7 +16,7 @@ from offbeat.records import Prompt, Sample, Span
 log = logging.getLogger(__name__)
 DRAIN_SECONDS = 2.0
 LAG_PERIOD_SECONDS = 0.05
-COLLECTION_THRESHOLDS = 20_000, 20, 20
+COLLECTION_THRESHOLDS = 100_000, 20, 100
 
 
 class GroupFailed(OffbeatError):
