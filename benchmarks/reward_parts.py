@@ -57,11 +57,13 @@ asyncio.run(main())
 """What `measure_lag` measures, in a process that does nothing else."""
 
 
+IDS = np.arange(60, dtype=np.int32)
+
+
 def prompt_of(ordinal: int) -> Prompt:
     """A prompt of its own for each ordinal."""
     question = f"Question {ordinal}: what is {ordinal} plus {ordinal}? " + "Think it over. " * 15
-    ids = np.arange(60, dtype=np.int32)
-    return Prompt(ordinal, ids, question, question, None, str(2 * ordinal))
+    return Prompt(ordinal, IDS, question, question, None, str(2 * ordinal))
 
 
 def answer_of(ordinal: int, index: int) -> str:

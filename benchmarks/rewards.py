@@ -58,7 +58,9 @@ from offbeat.track.transcripts import TranscriptWriter
 IN_FLIGHT = 1000
 WAITING = 250
 """Samples that wait for a seat beside those in flight."""
-WARM_SECONDS = 8.0
+BEGIN_SECONDS = 2.0
+"""In which the samples of the flight begin."""
+WARM_SECONDS = 6.0
 FLIGHT_SECONDS = 20.0
 GENERATION_SECONDS = 0.1
 """Of a group in front of the slow judge, which takes ten times as long for one call."""
@@ -139,7 +141,10 @@ async def flight() -> list[Figure]:
                     assert scored.total is not None, scored.rewards
 
             lag = asyncio.create_task(measure_lag(lambda: tally))
-            running = [asyncio.create_task(score_on()) for _ in range(IN_FLIGHT + WAITING)]
+            running = []
+            for _ in range(IN_FLIGHT + WAITING):  # samples end one after another
+                running.append(asyncio.create_task(score_on()))
+                await asyncio.sleep(BEGIN_SECONDS / (IN_FLIGHT + WAITING))
             await machine.watch(WARM_SECONDS)
             first, cpu = await asyncio.to_thread(judge.stats), machine.cpu()
             await machine.watch(FLIGHT_SECONDS)
