@@ -56,7 +56,9 @@ def test_three_kinds_of_reward_train_one_model(project: Project, models: Path) -
     assert groups["admitted"] == groups["trained"] + discarded + groups["live"]
     assert groups["trained"] == 8
     assert summary["staleness"]["max"] <= config.train.max_staleness
-    assert [entry["step"] for entry in summary["validation"]] == [0, 2, 4]
+    versions = [entry["step"] for entry in summary["validation"]]
+    assert (versions[0], versions[-1]) == (0, 4)
+    assert versions == sorted(set(versions)), "what is due during another one is not made up for"
     for name in ("rule", "judge", "scorer"):
         outcome = summary["rewards"][name]
         total = outcome["scored"] + outcome["abstained"] + sum(outcome["failed"].values())
