@@ -21,7 +21,11 @@ from typing import Any
 import h11
 import httpx
 
+from offbeat.reward.turnstile import Turnstile
+
 CHUNK = 65536
+ANSWERS_A_TURN = 16
+"""Read in one turn of the event loop: what follows of an answer is done in the same turn."""
 IDLE_SECONDS = 4.0
 """Many servers close what is idle for five."""
 
@@ -54,6 +58,7 @@ class Connections(httpx.AsyncBaseTransport):
         self._tls = tls
         self._idle: dict[Origin, deque[_Connection]] = {}  # the last used one on the right
         self._open: set[_Connection] = set()
+        self._answers = Turnstile(ANSWERS_A_TURN)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """The answer's head; its body streams. Raises `httpx.TransportError`."""
@@ -91,7 +96,7 @@ class Connections(httpx.AsyncBaseTransport):
             )
         except (OSError, ssl.CertificateError) as error:
             raise httpx.ConnectError(str(error) or repr(error)) from error
-        connection = _Connection(reader, writer)
+        connection = _Connection(reader, writer, self._answers)
         self._open.add(connection)
         return connection
 
@@ -124,8 +129,10 @@ class Connections(httpx.AsyncBaseTransport):
 class _Connection:
     """One connection: a request, its answer, and the next."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answers: Turnstile
+    ) -> None:
+        self._reader, self._writer, self._answers = reader, writer, answers
         self._wire = h11.Connection(h11.CLIENT)
         self.idle_since = 0.0
 
@@ -163,7 +170,9 @@ class _Connection:
         """The next part of the answer."""
         try:
             while (event := self._wire.next_event()) is h11.NEED_DATA:
-                self._wire.receive_data(await self._reader.read(CHUNK))
+                data = await self._reader.read(CHUNK)
+                await self._answers.passed()
+                self._wire.receive_data(data)
         except h11.RemoteProtocolError as error:
             raise httpx.RemoteProtocolError(str(error)) from error
         except OSError as error:

@@ -44,7 +44,7 @@ OUTAGES_A_CALL = 3
 """A call that meets more outages than this, or broken connections, is likelier what brings servers
 down than a victim: what it meets then counts against its retries."""
 GRACE_SECONDS = 2.0
-GRANTS_A_TURN = 32
+GRANTS_A_TURN = 16
 """Calls begun in one turn of the event loop, so that a thousand at once do not stop it."""
 
 
