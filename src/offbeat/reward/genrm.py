@@ -33,8 +33,8 @@ from offbeat.reward.turns import Turns
 from offbeat.reward.votes import Counted, commonest, count_votes
 
 LONG_TEXT = 20_000  # characters
-SLOW_SECONDS = 0.003
-SLOW_TEXTS = 3  # the first ones make what templates need
+SLOW_SECONDS = 0.005
+SLOW_TEXTS = 4  # on end
 BETWEEN = "\n---\n"
 """Stands between several verdicts in `Reward.raw`."""
 
@@ -167,11 +167,12 @@ class GenRM:
         texts = [first.prompt.question, first.completion, second.completion if second else ""]
         if self._slow_texts >= SLOW_TEXTS or sum(map(len, texts)) > LONG_TEXT:
             return await asyncio.to_thread(self._render, first, second)
-        begun = time.thread_time()
+        begun = time.perf_counter()
         try:
             return self._render(first, second)
         finally:
-            self._slow_texts += time.thread_time() - begun > SLOW_SECONDS
+            slow = time.perf_counter() - begun > SLOW_SECONDS
+            self._slow_texts = self._slow_texts + 1 if slow else 0
 
     def _render(self, first: ScoreItem, second: ScoreItem | None) -> JudgeText:
         return self._prompt.one(first) if second is None else self._prompt.two(first, second)
