@@ -1,12 +1,12 @@
-"""HTTP/1.1 to one judges' server: a call costs the same however many are under way.
+"""HTTP/1.1 connections to judges, as a transport of httpx: a call costs the same however many are
+open.
 
 httpx's own transport looks at all its connections for each request and each answer, which at a
-thousand of them takes more than ten milliseconds of the event loop a call, and half a millisecond
-where it has only one. Here a call takes a connection from a stack, messages are h11's, and errors
-httpx's. What goes through a proxy, or over a transport that is given, is httpx's altogether.
+thousand of them takes more than ten milliseconds of the event loop a call. This one keeps those
+that are idle on a stack. Messages are h11's, requests and responses httpx's.
 
-There are no time limits here: whoever asks sets a deadline around the call, and a call that is
-given up closes its connection. Nothing is tried twice.
+It has no time limits of its own: whoever asks sets a deadline around the call, and a call that is
+given up closes its connection. It tries nothing twice.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import asyncio
 import ssl
 import urllib.request
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import AsyncIterator
+from typing import Any
 
 import h11
 import httpx
@@ -30,38 +29,16 @@ ANSWERS_A_TURN = 16
 IDLE_SECONDS = 4.0
 """Many servers close what is idle for five."""
 
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """An answer: status, headers by lower-case name, and the body, as far as it was read."""
-
-    status: int
-    headers: Mapping[str, str]
-    body: bytes
+Origin = tuple[str, str, int]
 
 
-class Carrier(Protocol):
-    """Whoever carries calls to one server."""
-
-    async def exchange(
-        self, method: str, path: str, headers: Mapping[str, str], content: bytes, most: int
-    ) -> Answer:
-        """Sends a request for a path and reads the answer, its body not on once it is longer than
-        `most` bytes. Raises `httpx.TransportError` or `httpx.DecodingError`."""
-        ...
-
-    async def aclose(self) -> None:
-        """Closes all connections, also those under way."""
-        ...
-
-
-def carrier_to(url: httpx.URL, tls: ssl.SSLContext) -> Carrier:
+def transport_to(url: httpx.URL, tls: ssl.SSLContext) -> httpx.AsyncBaseTransport:
     """What carries calls to this address; through a proxy where the environment names one."""
     proxy = proxy_to(url)
     if proxy is None:
-        return Connections(url, tls)
+        return Connections(tls)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    return OverTransport(url, httpx.AsyncHTTPTransport(verify=tls, proxy=proxy, limits=limits))
+    return httpx.AsyncHTTPTransport(verify=tls, proxy=proxy, limits=limits)
 
 
 def proxy_to(url: httpx.URL) -> str | None:
@@ -73,79 +50,49 @@ def proxy_to(url: httpx.URL) -> str | None:
     return named if "://" in named else f"http://{named}"
 
 
-class OverTransport:
-    """Calls over a transport of httpx."""
+class Connections(httpx.AsyncBaseTransport):
+    """A transport of any number of connections; one loop's."""
 
-    def __init__(self, url: httpx.URL, transport: httpx.AsyncBaseTransport) -> None:
-        self._url, self._transport = url, transport
-
-    async def exchange(
-        self, method: str, path: str, headers: Mapping[str, str], content: bytes, most: int
-    ) -> Answer:
-        """See `Carrier`."""
-        url = self._url.copy_with(raw_path=path.encode())
-        request = httpx.Request(method, url, headers=dict(headers), content=content)
-        response = await self._transport.handle_async_request(request)
-        try:
-            body = b""
-            async for part in response.aiter_bytes():
-                body += part
-                if len(body) > most:
-                    break
-            return Answer(response.status_code, response.headers, body)
-        finally:
-            await response.aclose()
-
-    async def aclose(self) -> None:
-        """See `Carrier`."""
-        await self._transport.aclose()
-
-
-class Connections:
-    """Any number of connections to one server; of one event loop."""
-
-    def __init__(self, url: httpx.URL, tls: ssl.SSLContext) -> None:
-        """`tls` is for an https address. Opens nothing."""
-        self._tls = tls if url.scheme == "https" else None
-        self._host, self._port = url.host, url.port or (443 if url.scheme == "https" else 80)
-        self._site = url.netloc
-        self._idle: deque[_Connection] = deque()  # the last used one on the right
+    def __init__(self, tls: ssl.SSLContext) -> None:
+        """`tls` is for https addresses. Opens nothing."""
+        self._tls = tls
+        self._idle: dict[Origin, deque[_Connection]] = {}  # the last used one on the right
         self._open: set[_Connection] = set()
         self._answers = Turnstile(ANSWERS_A_TURN)
 
-    async def exchange(
-        self, method: str, path: str, headers: Mapping[str, str], content: bytes, most: int
-    ) -> Answer:
-        """See `Carrier`."""
-        fields = [(b"Host", self._site), *((n.encode(), v.encode()) for n, v in headers.items())]
-        if content or method == "POST":
-            fields.append((b"Content-Length", b"%d" % len(content)))
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """The answer's head; its body streams. Raises `httpx.TransportError`."""
+        url = request.url
+        port = url.port or (443 if url.scheme == "https" else 80)
+        origin = (url.scheme, url.host, port)
+        content = await request.aread()
+        connection = self._take(origin) or await self._connect(origin)
         try:
-            head = h11.Request(method=method, target=path.encode(), headers=fields)
-        except h11.LocalProtocolError as error:
-            raise httpx.LocalProtocolError(str(error)) from error
-        connection = self._take() or await self._connect()
-        try:
-            answer = await connection.exchange(head, content, most)
+            head = await connection.ask(request, content)
         except BaseException:
             self._close(connection)
             raise
-        self._release(connection)
-        return _decoded(answer)
+        return httpx.Response(
+            head.status_code,
+            headers=head.headers.raw_items(),
+            stream=_Body(self, connection, origin),
+            extensions={"http_version": b"HTTP/1.1", "reason_phrase": bytes(head.reason)},
+        )
 
     async def aclose(self) -> None:
-        """See `Carrier`."""
+        """Closes all connections, also those under way."""
         for connection in list(self._open):
             self._close(connection)
         self._idle.clear()
 
-    async def _connect(self) -> _Connection:
+    async def _connect(self, origin: Origin) -> _Connection:
+        scheme, host, port = origin
         # Addresses of IPv6 and IPv4 are tried side by side, where the loop can: Ray's cannot.
         delay = 0.25 if isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop) else None
         more: dict[str, Any] = {} if delay is None else {"happy_eyeballs_delay": delay}
         try:
             reader, writer = await asyncio.open_connection(
-                self._host, self._port, ssl=self._tls, **more
+                host, port, ssl=self._tls if scheme == "https" else None, **more
             )
         except (OSError, ssl.CertificateError) as error:
             raise httpx.ConnectError(str(error) or repr(error)) from error
@@ -153,24 +100,26 @@ class Connections:
         self._open.add(connection)
         return connection
 
-    def _take(self) -> _Connection | None:
+    def _take(self, origin: Origin) -> _Connection | None:
         """The connection that was used last, if one is idle and open on both sides."""
-        while self._idle:
-            connection = self._idle.pop()
+        idle = self._idle.get(origin, ())
+        while idle:
+            connection = idle.pop()
             if connection.is_open:
                 return connection
             self._close(connection)
         return None
 
-    def _release(self, connection: _Connection) -> None:
-        """A call has ended: its connection is idle, or closed."""
+    def released(self, connection: _Connection, origin: Origin) -> None:
+        """A call has ended: its connection is idle, or closed. For `_Body`."""
         if connection not in self._open or not connection.next():
             self._close(connection)
             return
         now = connection.idle_since = asyncio.get_running_loop().time()
-        self._idle.append(connection)
-        while now - self._idle[0].idle_since > IDLE_SECONDS:
-            self._close(self._idle.popleft())
+        idle = self._idle.setdefault(origin, deque())
+        idle.append(connection)
+        while idle and now - idle[0].idle_since > IDLE_SECONDS:
+            self._close(idle.popleft())
 
     def _close(self, connection: _Connection) -> None:
         self._open.discard(connection)
@@ -193,28 +142,31 @@ class _Connection:
         ended = self._reader.at_eof() or self._reader.exception() is not None
         return not ended and not self._writer.is_closing()
 
-    async def exchange(self, head: h11.Request, content: bytes, most: int) -> Answer:
-        """See `Carrier`."""
-        send = self._wire.send
-        whole = [send(head), send(h11.Data(data=content)), send(h11.EndOfMessage())]
+    async def ask(self, request: httpx.Request, content: bytes) -> h11.Response:
+        """Sends a request; the head of its answer."""
+        wire = self._wire
+        parts = (
+            h11.Request(
+                method=request.method, target=request.url.raw_path, headers=request.headers.raw
+            ),
+            h11.Data(data=content),
+            h11.EndOfMessage(),
+        )
         try:
-            self._writer.write(b"".join(part or b"" for part in whole))
+            self._writer.write(b"".join(wire.send(part) or b"" for part in parts))
             await self._writer.drain()
+        except h11.LocalProtocolError as error:
+            raise httpx.LocalProtocolError(str(error)) from error
         except OSError as error:
             raise httpx.WriteError(str(error) or repr(error)) from error
-        event = await self._event()
-        while isinstance(event, h11.InformationalResponse):
-            event = await self._event()
-        if not isinstance(event, h11.Response):
-            raise httpx.RemoteProtocolError("the server closed the connection, unanswered")
-        headers = {name.decode(): value.decode("latin-1") for name, value in event.headers}
-        status, parts, size = event.status_code, [], 0
-        while size <= most and isinstance(event := await self._event(), h11.Data):
-            parts.append(bytes(event.data))
-            size += len(event.data)
-        return Answer(status, headers, parts[0] if len(parts) == 1 else b"".join(parts))
+        while True:
+            event = await self.event()
+            if isinstance(event, h11.Response):
+                return event
+            if not isinstance(event, h11.InformationalResponse):
+                raise httpx.RemoteProtocolError("the server closed the connection, unanswered")
 
-    async def _event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+    async def event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         """The next part of the answer."""
         try:
             while (event := self._wire.next_event()) is h11.NEED_DATA:
@@ -228,8 +180,7 @@ class _Connection:
         return event
 
     def next(self) -> bool:
-        """Ready for another request? Not where either side ended the connection, nor with an
-        answer that was not read to its end."""
+        """Ready for another request? Not where either side ended the connection."""
         if self._wire.our_state is not h11.DONE or self._wire.their_state is not h11.DONE:
             return False
         self._wire.start_next_cycle()
@@ -240,9 +191,24 @@ class _Connection:
         self._writer.transport.abort()
 
 
-def _decoded(answer: Answer) -> Answer:
-    """With its body unpacked, where the server packed it although nobody asked for that."""
-    if answer.headers.get("content-encoding", "identity") == "identity":
-        return answer
-    packed = httpx.Response(answer.status, headers=dict(answer.headers), content=answer.body)
-    return Answer(answer.status, answer.headers, packed.content)
+class _Body(httpx.AsyncByteStream):
+    """The rest of an answer."""
+
+    def __init__(self, owner: Connections, connection: _Connection, origin: Origin) -> None:
+        self._owner, self._connection, self._origin = owner, connection, origin
+        self._released = False
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        """Its bytes as they come. Raises `httpx.TransportError`."""
+        while True:
+            event = await self._connection.event()
+            if isinstance(event, h11.Data):
+                yield bytes(event.data)
+            else:
+                return
+
+    async def aclose(self) -> None:
+        """Gives the connection back; one that was not read to its end is closed."""
+        if not self._released:
+            self._released = True
+            self._owner.released(self._connection, self._origin)

@@ -21,7 +21,7 @@ import httpx
 from offbeat import __version__
 from offbeat.errors import OffbeatError, UserError
 from offbeat.reward.breaker import AdaptiveLimit, Breaker
-from offbeat.reward.connections import Answer, Carrier, OverTransport, carrier_to
+from offbeat.reward.connections import transport_to
 from offbeat.reward.limiter import shared_limiter
 
 LARGEST_BODY = 1_000_000
@@ -110,9 +110,9 @@ class Endpoint:
         self._source, self._given = source, transport
         self._deadline = deadline_seconds
         self._key: str | None = None
-        self._path = httpx.URL(self.address).raw_path.decode().rstrip("/")
-        self._carrier: Carrier | None = None
+        self._transport: httpx.AsyncBaseTransport | None = None
         self._headers = dict(_HEADERS)
+        self._urls: dict[str, httpx.URL] = {}  # by path, read once
         self.limiter = shared_limiter(self.address, "")
         self.breaker = Breaker()
         self.adaptive = AdaptiveLimit(concurrency)
@@ -130,9 +130,7 @@ class Endpoint:
     def start(self, key: str | None, tls: ssl.SSLContext) -> None:
         """From here on it may be asked, with this key."""
         self._key = key
-        url = httpx.URL(self.address)
-        given = self._given
-        self._carrier = carrier_to(url, tls) if given is None else OverTransport(url, given)
+        self._transport = self._given or transport_to(httpx.URL(self.address), tls)
         self._headers = dict(_HEADERS)
         if any(self._auth):
             pair = b64encode(":".join(self._auth).encode()).decode()
@@ -144,9 +142,9 @@ class Endpoint:
 
     async def stop(self) -> None:
         """Closes the connections."""
-        carrier, self._carrier = self._carrier, None
-        if carrier is not None:
-            await carrier.aclose()
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            await transport.aclose()
 
     @property
     def seat(self) -> bool:
@@ -183,28 +181,27 @@ class Endpoint:
         deadline = min(PROBE_SECONDS, max(SHORTEST_PROBE_SECONDS, self._deadline))
         try:
             async with asyncio.timeout(deadline):
-                answer = await self._request("GET", "/models")
+                status, body, _ = await self._request("GET", "/models")
         except TimeoutError:
             raise Unwell(f"did not answer within {deadline:g} s") from None
         except httpx.HTTPError as error:
             told = self.clean(str(error))
             raise Unwell(f"does not answer ({type(error).__name__}: {told})") from None
-        if answer.status in {401, 403}:
+        if status in {401, 403}:
             raise UserError(
-                f"reward.{self._source}.base_url: {self.address} refuses the key "
-                f"(HTTP {answer.status}); "
+                f"reward.{self._source}.base_url: {self.address} refuses the key (HTTP {status}); "
                 f"set reward.{self._source}.api_key_env to the variable that holds it"
             )
-        if answer.status >= 500:
-            raise Unwell(f"answers HTTP {answer.status}")
-        return _models(answer.body)
+        if status >= 500:
+            raise Unwell(f"answers HTTP {status}")
+        return _models(body)
 
     async def attempt(self, path: str, content: bytes) -> Any:
         """The JSON answer to one POST within the deadline; raises `Again` or `CallFailed`."""
         deadline = self._deadline
         try:
             async with asyncio.timeout(deadline):
-                answer = await self._request("POST", path, content)
+                status, body, headers = await self._request("POST", path, content)
         except (TimeoutError, httpx.TimeoutException) as error:
             reason = f"{self.address} did not answer within {deadline:g} s"
             raise Again("timeout", reason, unwell=True) from error
@@ -213,12 +210,12 @@ class Endpoint:
             if isinstance(error, httpx.DecodingError):
                 raise Again("bad_response", reason) from error
             raise Again("unavailable", reason, unwell=True, broke=True) from error
-        if answer.status >= 300:
-            self._refuse(answer)
-        if len(answer.body) > LARGEST_BODY:
+        if status >= 300:
+            self._refuse(status, body, headers)
+        if len(body) > LARGEST_BODY:
             raise CallFailed("unparseable", f"an answer of more than {LARGEST_BODY} bytes")
         try:
-            return json.loads(answer.body)
+            return json.loads(body)
         except (ValueError, RecursionError) as error:
             raise Again("bad_response", f"{self.address}: not JSON") from error
 
@@ -228,11 +225,10 @@ class Endpoint:
             text = text.replace(secret, "***") if secret else text
         return text
 
-    def _refuse(self, answer: Answer) -> None:
-        status = answer.status
-        text = self.clean(answer.body[:2000].decode("utf-8", "replace"))
+    def _refuse(self, status: int, body: bytes, headers: httpx.Headers) -> None:
+        text = self.clean(body[:2000].decode("utf-8", "replace"))
         reason = f"{self.address}: HTTP {status}: {text[:300]}"
-        after = retry_after(answer.headers.get("retry-after"))
+        after = retry_after(headers.get("retry-after"))
         if status == 429 or (status == 503 and after is not None):
             raise Again("rate_limited", reason, limited=True, overload=True, after=after)
         if status >= 500 and status not in _OF_THE_SERVER:
@@ -245,12 +241,36 @@ class Endpoint:
             raise Again("refused", reason, elsewhere=True)
         raise CallFailed("refused", reason)
 
-    async def _request(self, method: str, path: str, content: bytes = b"") -> Answer:
-        if self._carrier is None:
+    async def _request(
+        self, method: str, path: str, content: bytes | None = None
+    ) -> tuple[int, bytes, httpx.Headers]:
+        """Status, body (of a bit more than `LARGEST_BODY` bytes at most) and headers.
+
+        httpx's client is left out: its share of a call is as large as the connection's.
+        """
+        transport = self._transport
+        if transport is None:
             raise CallFailed("unavailable", f"the client of {self.address} is not started")
-        return await self._carrier.exchange(
-            method, self._path + path, self._headers, content, LARGEST_BODY
-        )
+        url = self._urls.get(path)
+        if url is None:
+            url = self._urls[path] = httpx.URL(f"{self.address}{path}")
+        request = httpx.Request(method, url, content=content, headers=self._headers)
+        response = await transport.handle_async_request(request)
+        try:
+            return response.status_code, await _read(response), response.headers
+        finally:
+            await response.aclose()
+
+
+async def _read(response: httpx.Response) -> bytes:
+    """The body, not read on once it is too large."""
+    parts, size = [], 0
+    async for part in response.aiter_bytes():
+        parts.append(part)
+        size += len(part)
+        if size > LARGEST_BODY:
+            break
+    return b"".join(parts)
 
 
 def _models(body: bytes) -> dict[str, dict[str, Any]]:
