@@ -312,7 +312,7 @@ arguments = {{ max_tokens = 8, buffer = 2 }}
 [reward.other]
 kind = "function"
 function = "{folder}/rewards.py:odd"
-when = {{ task = "none of these" }}
+when = {{ reference = "none of these" }}
 """
     )
     path.write_text(good)

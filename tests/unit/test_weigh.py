@@ -133,7 +133,9 @@ def test_one_short_round_where_the_verdicts_are_tokens(judges: dict[str, Path]) 
     assert len(first) <= 2
     assert all(r.sampling.max_tokens == 1 for r in [*first, *shared])
     assert len(shared) == 2, "the root and what stands behind 1, once for all who ask"
-    assert len(set(map(id, both))) == 1
+    assert len({weighed.probabilities for weighed in both}) == 1
+    paid = [w.verdict.completion_tokens for w in both if w.verdict.completion_tokens]
+    assert paid == [len(shared)], "what is shared is counted once"
     assert alone.verdict.completion_tokens == len(first)
 
 
