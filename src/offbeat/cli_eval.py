@@ -42,7 +42,7 @@ async def evaluate(
         seats=rollout.seats,
         max_context=rollout.max_context,
         seed=config.seed,
-        dtype=rollout.dtype,
+        dtype=config.rollout_dtype,
         device=device_kind(config),
         threads=rollout.threads,
         load_manifest=_no_weights,

@@ -101,7 +101,11 @@ class RolloutSection(Section):
     top_k: int = Field(0, description="only 0: truncation changes the distribution's support")
     stop: tuple[str, ...] = Field((), description="strings that end a sample")
     seats: Positive = Field(64, description="sequences that one engine decodes at once")
-    dtype: Dtype = Field("float32", description="engine's compute type; auto as in [model]")
+    dtype: Dtype = Field(
+        "auto",
+        description="engine's compute type; auto: the trainer's (dtype of [model]), so that both "
+        "compute the same policy",
+    )
     on_update: Literal["recompute", "keep_kv"] = Field(
         "recompute",
         description="running samples' KV cache at a weight update: recompute under the new "
@@ -355,6 +359,11 @@ class Config(Section):
     def reward_patience(self) -> float:
         """The longest patience with a reward source that is down, in seconds."""
         return max((s.patience_seconds for s in self.active_rewards.values()), default=0.0)
+
+    @property
+    def rollout_dtype(self) -> Dtype:
+        """The engines' compute type: that of the trainer, unless it is set."""
+        return self.model.dtype if self.rollout.dtype == "auto" else self.rollout.dtype
 
     @property
     def run_dir(self) -> Path:

@@ -58,6 +58,18 @@ def said(stats: DriftStats, context: DriftContext = EXACT) -> str | None:
         (replace(OFF, mean=0.01, outside=0.01), EXACT, "unexplained"),
         (replace(OFF, version=7, fits={5: 0.05, 6: 0.001, 7: 0.06}), EXACT, "weights not loaded"),
         (replace(OFF, version=7, fits={6: 0.05, 7: 0.06}), EXACT, "unexplained"),
+        (
+            replace(OFF, version=7, fits={6: 0.02, 7: 0.06}, like_engine=0.01),
+            ROUGH, "engine numerics",
+        ),
+        (
+            replace(OFF, version=7, fits={6: 0.002, 7: 0.06}, like_engine=0.01),
+            ROUGH, "weights not loaded",
+        ),
+        (
+            replace(OFF, version=7, fits={6: 0.02, 7: 0.06}, like_engine=0.05),
+            ROUGH, "weights not loaded",
+        ),
         (replace(OFF, mixed=0.3, unmixed=1e-5), KEEP, "stale KV cache"),
         (replace(OFF, mixed=0.3, unmixed=None), KEEP, "stale KV cache"),
         (replace(OFF, mixed=0.3, unmixed=1e-5), EXACT, "stale KV cache"),
@@ -108,11 +120,22 @@ def test_statistics_of_log_probs() -> None:
 class Rig:
     """A trainer and a real engine that generates for it; `fault` is put between them."""
 
-    def __init__(self, path: Path, on_update: Any = "recompute", rate: float = 2e-3) -> None:
-        settings = make_config(path, learning_rate=rate, warmup_steps=0, max_staleness=4)
-        rollout = settings.rollout.model_copy(
-            update={"on_update": on_update, "max_tokens": 40, "max_context": 64}
+    def __init__(
+        self,
+        path: Path,
+        on_update: Any = "recompute",
+        rate: float = 2e-3,
+        dtype: str = "float32",
+        engine_dtype: str = "auto",
+    ) -> None:
+        settings = make_config(
+            path, learning_rate=rate, warmup_steps=0, max_staleness=4, dtype=dtype
         )
+        rollout = settings.rollout.model_copy(
+            update={
+                "on_update": on_update, "max_tokens": 40, "max_context": 64, "dtype": engine_dtype,
+            }
+        )  # fmt: skip
         self.trainer = Trainer(
             settings.model_copy(update={"rollout": rollout}),
             total_steps=20, lineage=0, publish_folder=path.parent / "weights", run_id="drift",
@@ -120,8 +143,9 @@ class Rig:
         self.trainer.setup()
         self.stuck: Manifest | None = None
         self.engine = TransformersEngine(
-            str(path), seats=16, max_context=64, on_update=on_update, load_manifest=self._load
-        )
+            str(path), seats=16, max_context=64, on_update=on_update, load_manifest=self._load,
+            dtype=dtype if engine_dtype == "auto" else engine_dtype,
+        )  # fmt: skip
         self.temperature = 1.0
         self.step = 0
 
@@ -190,6 +214,33 @@ def test_a_healthy_engine_is_fine_at_every_lag(model: Path, rate: float, cause: 
     assert results[4].logprob_diff_exact
     assert results[0].drift is None
     assert [r.drift and cause_of(r.drift) for r in results[2:]] == [cause] * 3
+
+
+@pytest.mark.parametrize(("engine_dtype", "cause"), [("auto", None), ("float32", "numerics")])
+def test_bfloat16_agrees_where_both_round_alike(
+    model: Path, engine_dtype: str, cause: str | None
+) -> None:
+    """Rates so small that most of a rounded weight stands still: an engine that does not round
+    has another policy, which is not named as weights that were not loaded."""
+
+    async def main() -> list[StepResult]:
+        rig = Rig(model, rate=3e-4, dtype="bfloat16", engine_dtype=engine_dtype)
+        await rig.engine.start()
+        results = [rig.train(await rig.group("first"))]
+        for name in ("second", "third", "fourth"):
+            await rig.update()
+            results.append(rig.train(await rig.group(name)))
+        await rig.close()
+        return results
+
+    results = asyncio.run(main())
+    assert all(result.logprob_diff_exact for result in results)
+    if cause is None:
+        assert all(result.drift is None for result in results)
+        assert max(result.logprob_diff_mean for result in results) < 1e-2
+    else:
+        named = {cause_of(result.drift) for result in results if result.drift}
+        assert named <= {"engine numerics"}
 
 
 def test_an_engine_that_did_not_load_is_named(model: Path) -> None:

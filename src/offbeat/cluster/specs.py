@@ -73,7 +73,7 @@ def policy_engine(
         seats=rollout.seats,
         max_context=rollout.max_context,
         seed=config.seed + int(own),
-        dtype=rollout.dtype,
+        dtype=config.rollout_dtype,
         device=run.device,
         on_update=rollout.on_update,
         threads=rollout.threads,

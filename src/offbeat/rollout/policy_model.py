@@ -20,6 +20,7 @@ from offbeat.errors import RunFailed, UserError
 from offbeat.records import Manifest
 from offbeat.rollout.kv import ATTENTION, SeatCache, Segment, seat_attention
 from offbeat.rollout.refusals import check_architecture
+from offbeat.train.model import resolve_dtype
 
 # from_pretrained sets process-wide defaults while it runs: one model at a time.
 _LOADING = threading.Lock()
@@ -46,10 +47,16 @@ class PolicyModel:
     ) -> None:
         """Loads what `model_path` holds, or takes a `module` of that kind, on `device` already.
 
-        With `autocast` the weights stay as they are, the decoder computes in that type and the head
-        in float32, as the trainer does; `dtype` is then of no account.
+        With `autocast` the weights stay as they are, and `dtype` is of no account. In less than
+        float32 the decoder computes as the trainer's does under autocast, and the head in float32:
+        the same rounding on both sides is most of their agreement.
         """
-        model, self.tokenizer = _load(model_path, tokenizer_path, dtype, module)
+        if module is None:
+            wanted = resolve_dtype(dtype, device)
+            autocast = None if wanted == torch.float32 else wanted
+        model, self.tokenizer = _load(model_path, tokenizer_path, module)
+        if module is None and autocast is not None:
+            _round_layers(model, autocast)
         check_architecture(model_path, model.config)
         self.model = model.eval().requires_grad_(False).to(device)
         self._autocast = autocast
@@ -81,8 +88,7 @@ class PolicyModel:
     @property
     def compute_dtype(self) -> torch.dtype:
         """The type in which the decoder computes, and keys and values are kept."""
-        dtype: torch.dtype = self.model.dtype
-        return self._autocast or dtype
+        return self._autocast or torch.float32
 
     @property
     def eos_token_id(self) -> int | None:
@@ -209,15 +215,21 @@ class PolicyModel:
             )
 
 
-def _load(model_path: str, tokenizer_path: str | None, dtype: str, module: Any) -> tuple[Any, Any]:
-    """The model, unless it is given, and the tokenizer."""
-    wanted: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
+def _round_layers(model: Any, dtype: torch.dtype) -> None:
+    """Keeps linear layers in the type that autocast would round them to in each pass."""
+    for layer in model.get_decoder().modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.to(dtype)
+
+
+def _load(model_path: str, tokenizer_path: str | None, module: Any) -> tuple[Any, Any]:
+    """The model in float32, unless it is given, and the tokenizer."""
     try:
         with _LOADING:
             transformers_logging.disable_progress_bar()
             if module is None:
                 module = AutoModelForCausalLM.from_pretrained(
-                    model_path, dtype=wanted, attn_implementation="sdpa"
+                    model_path, dtype=torch.float32, attn_implementation="sdpa"
                 )
             return module, AutoTokenizer.from_pretrained(tokenizer_path or model_path)
     except (OSError, ValueError) as error:

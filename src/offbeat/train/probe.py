@@ -107,13 +107,19 @@ def choose(
 
 
 @torch.no_grad()
-def evaluate(model: PolicyModel, probe: Probe, tokens_per_micro_batch: int) -> Floats:
-    """(T,) log-probs of the probe's tokens under the weights that the model holds."""
+def evaluate(
+    model: PolicyModel,
+    probe: Probe,
+    tokens_per_micro_batch: int,
+    dtype: torch.dtype | None = None,
+) -> Floats:
+    """(T,) log-probs of the probe's tokens under the weights that the model holds, in its compute
+    type or another."""
     found = np.full(len(probe.engine), np.nan)
     for micro in plan(
         probe.trajectories, tokens_per_micro_batch=tokens_per_micro_batch, prefix_sharing=False
     ):
-        found[micro.source] = model.logprobs(micro).double().cpu().numpy()
+        found[micro.source] = model.logprobs(micro, dtype).double().cpu().numpy()
     return found
 
 
@@ -150,8 +156,9 @@ class DriftMeter:
     ) -> None:
         self._model, self._transport, self._lineage = model, transport, lineage
         self._budget = config.train.tokens_per_micro_batch
+        self._engine_dtype = resolve_dtype(config.rollout_dtype, model.device)
         self._context = DriftContext(
-            engine_dtype=dtype_name(resolve_dtype(config.rollout.dtype, model.device)),
+            engine_dtype=dtype_name(self._engine_dtype),
             trainer_dtype=dtype_name(model.compute_dtype),
             on_update=config.rollout.on_update,
             temperature=config.rollout.temperature,
@@ -233,11 +240,18 @@ class DriftMeter:
         tokens = probe.chosen & ~probe.mixed
         tokens = tokens if tokens.any() else probe.chosen
         fits = {s: float(np.abs(v - probe.engine)[tokens].mean()) for s, v in under.items()}
-        return replace(stats, version=probe.version, fits=fits)
+        like = None
+        if self._engine_dtype != self._model.compute_dtype:
+            held = None if own == batch.step else kept[own]
+            rounded = self._under(held, probe, self._engine_dtype)
+            like = float(np.abs(rounded - probe.engine)[tokens].mean())
+        return replace(stats, version=probe.version, fits=fits, like_engine=like)
 
-    def _under(self, version: PolicyVersion | None, probe: Probe) -> Floats:
+    def _under(
+        self, version: PolicyVersion | None, probe: Probe, dtype: torch.dtype | None = None
+    ) -> Floats:
         """The probe's log-probs under a kept version (None: what the model holds)."""
         if version is None:
-            return evaluate(self._model, probe, self._budget)
+            return evaluate(self._model, probe, self._budget, dtype)
         with holding(self._model, self._transport.recall(version)):
-            return evaluate(self._model, probe, self._budget)
+            return evaluate(self._model, probe, self._budget, dtype)
