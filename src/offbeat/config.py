@@ -22,6 +22,7 @@ from offbeat.config_base import (
     Seconds,
     Section,
 )
+from offbeat.config_cluster import ClusterSection, WeightsSection
 from offbeat.config_reward import SOURCE_NAME, RewardSourceSection, check_shared_pools
 from offbeat.config_validate import ValidateSection, check_validation
 
@@ -171,6 +172,12 @@ class TrainSection(Section):
     )
     checkpoint_every: Positive = Field(50, description="steps")
     keep_checkpoints: Positive = Field(2, description="newest ones kept; the first and last stay")
+    keep_every: Annotated[int, Field(ge=0)] = Field(
+        0, description="checkpoints of steps that this divides stay, too; 0: none"
+    )
+    keep_batches: bool = Field(
+        False, description="keep what every step was trained on, for `offbeat replay`"
+    )
     straggler_patience_seconds: Seconds = Field(
         300, description="wait for a straggler that blocks a step; then it is discarded by name"
     )
@@ -191,42 +198,6 @@ class TrainSection(Section):
         return self
 
 
-class WeightsSection(Section):
-    """Weight sync."""
-
-    folder: Path | None = Field(
-        None, description="where versions lie; default /dev/shm if it has room, else the run"
-    )
-    deadline_seconds: Seconds = Field(120, description="for an engine to load and acknowledge")
-    transport: Literal["folder", "broadcast", "ipc"] = Field(
-        "folder",
-        description="how versions travel: files that engines map, a process group "
-        "(NCCL between GPUs, gloo between CPUs), or the memory of a shared GPU",
-    )
-    loads_at_once: Positive | None = Field(
-        None, description="engines that load at the same time; default: half of them"
-    )
-
-
-class ClusterSection(Section):
-    """Where roles run."""
-
-    backend: Literal["ray", "local"] = Field(
-        "ray", description="ray: actors on a cluster; local: everything in one process"
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="kind of devices")
-    single_device: bool = Field(
-        False,
-        description="all roles on one device, for trying things out: they alternate, so "
-        "train.max_staleness must be 0",
-    )
-    slots: Positive = Field(
-        8, description="offbeat_slot resources of a CPU cluster that Offbeat starts itself"
-    )
-    placement_deadline_seconds: Seconds = Field(60, description="to get the placement groups")
-    start_deadline_seconds: Seconds = Field(600, description="to start all roles")
-
-
 class Config(Section):
     """A whole run."""
 
@@ -235,6 +206,11 @@ class Config(Section):
         Path("."), description="where package.module:name is looked up; default: the file's folder"
     )
     runs_dir: Path = Field(Path("runs"), description="where run directories lie")
+    ledger_dir: Path | None = Field(
+        None,
+        description="folder on a local disk of the driver's node for the ledger, where runs_dir is "
+        "on a network file system; default: the run's directory",
+    )
     seed: int = Field(0, description="of order, engines and everything random")
     model: ModelSection
     data: DataSection
@@ -369,6 +345,13 @@ class Config(Section):
     def run_dir(self) -> Path:
         """The run's directory."""
         return self.runs_dir / self.run
+
+    @property
+    def ledger_path(self) -> Path:
+        """The run's durable ledger."""
+        if self.ledger_dir is None:
+            return self.run_dir / "ledger.sqlite"
+        return self.ledger_dir / self.run / "ledger.sqlite"
 
     @property
     def max_live_groups(self) -> int:

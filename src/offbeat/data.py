@@ -7,6 +7,7 @@ its line, before anything starts; `PromptSet.prompt(ordinal)` then only looks up
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -144,6 +145,13 @@ class PromptSet:
     def total(self) -> int:
         """Ordinals there are: epochs x rows."""
         return self.epochs * len(self.prompts)
+
+    def fingerprint(self) -> int:
+        """A checksum of all token ids, in their order: of what an ordinal means."""
+        check = 0
+        for prompt in self.prompts:
+            check = zlib.crc32(np.ascontiguousarray(prompt.token_ids, np.int32).tobytes(), check)
+        return check
 
     def prompt(self, ordinal: int) -> Prompt:
         """The prompt at an ordinal; the same for the same seed, whenever it is asked for."""

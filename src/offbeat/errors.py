@@ -1,5 +1,7 @@
 """The exception tree: `UserError` is the user's to mend (exit code 2), the rest is exit code 1."""
 
+from __future__ import annotations
+
 
 class OffbeatError(Exception):
     """Base of everything that Offbeat raises on purpose."""
@@ -11,6 +13,17 @@ class UserError(OffbeatError):
 
 class RunFailed(OffbeatError):
     """The run cannot go on: says what failed and the last good step. Exit code 1."""
+
+
+class RoleDied(RunFailed):
+    """A role's process has ended, or does not answer; it can be started again within a budget."""
+
+    def __init__(self, role: str, said: str) -> None:
+        super().__init__(said)
+        self.role = role
+
+    def __reduce__(self) -> tuple[type[RoleDied], tuple[str, str]]:
+        return RoleDied, (self.role, str(self))
 
 
 class RewardsDown(RunFailed):

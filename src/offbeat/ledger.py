@@ -103,15 +103,17 @@ class Ledger:
         self._outbox: list[Row] = []
 
     @classmethod
-    def restore(cls, rows: Iterable[Row], version: int) -> Ledger:
+    def restore(cls, rows: Iterable[Row], version: int, done: int | None = None) -> Ledger:
         """The ledger after a crash: the store's rows read against the newest valid checkpoint.
 
         Steps below `version` (the checkpoint's: weights after that many steps) are final. Later
-        trained groups are batched again, to be redone; `batches()` lists them. Live groups stand
-        where their rows say; the caller retries or discards those whose payload is lost.
+        trained groups are batched again, to be redone, unless a trainer that lives has `done` that
+        many steps; `batches()` lists them. Live groups stand where their rows say; the caller
+        retries or discards those whose payload is lost.
         """
         ledger = cls()
         ledger._version = version
+        redo_from = version if done is None else max(done, version)
         for row in sorted(rows, key=lambda row: (row.deadline, row.ordinal)):
             ledger._admitted += 1
             if row.state == "discarded":
@@ -128,8 +130,11 @@ class Ledger:
             else:
                 ledger._batches.setdefault(row.step, []).append(row.ordinal)
                 ledger._rows[row.ordinal] = row
-                if row.state == "trained":
+                if row.state == "trained" and row.step >= redo_from:
                     ledger._record(replace(row, state="batched", reason=None))
+                elif row.state == "trained":
+                    ledger._trained += 1
+                    ledger._no_signal += row.reason == "no_signal"
         ledger._batches = dict(sorted(ledger._batches.items()))
         return ledger
 

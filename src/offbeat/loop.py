@@ -20,80 +20,45 @@ when a publication has ended, and the next one waits until the answers are there
 of its own, until these have loaded); by the trainer it is answered between two steps. Scoring its
 answers holds nothing up. What is due while one is under way follows when that is done.
 
-This file knows roles, not where they live: `cluster/local.py` runs them in one process,
-`cluster/actors.py` and its neighbours as Ray actors.
+A role that dies is started again, within `cluster.max_restarts`: the trainer from the newest
+checkpoint, to **redo** the recorded batches after it in a new lineage; the rollouter from its
+ledger. `offbeat resume` is the same, with all of them dead.
+
+This file knows roles (`roles.py`), not where they live: `cluster/local.py` runs them in one
+process, `cluster/actors.py` and its neighbours as Ray actors.
 """  # noqa: E501
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from collections.abc import Sequence
 
 from offbeat.config import Config
 from offbeat.config_validate import On
-from offbeat.errors import DeadlinePassed, RunFailed, UserError, first_of
-from offbeat.ledger import Counts, Flag
-from offbeat.records import Batch, Completion, GenerateRequest, Manifest, PolicyVersion, Span
-from offbeat.reward.anchors import AnchorReport
-from offbeat.reward.loop import SourceStats
-from offbeat.rollout.parts import Tally
+from offbeat.errors import RoleDied, RunFailed, UserError, first_of
+from offbeat.faults import apoint
+from offbeat.ledger import Flag
+from offbeat.outcome import Outcome, checked
+from offbeat.records import Batch, Completion, PolicyVersion
+from offbeat.roles import GRACE_SECONDS, Asking, RollouterRole, TrainerRole
 from offbeat.track.recorder import Recorder
-from offbeat.train.step import StepResult
-from offbeat.weights.sync import SyncReport, waves
+from offbeat.train.checkpoint import LEDGER_COPY, checkpoint_name, newest_valid, version_of
+from offbeat.weights.sync import waves
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-GRACE_SECONDS = 120.0  # for a role to answer, beyond what it waits for by a setting of its own
 LAST_SECONDS = 10.0  # for the last numbers of a run that ends
 BESIDE = {"rollout": "beside the rollout", "dedicated": "on engines of its own"}
 NOTICE_SECONDS = 1.0  # between two questions for what there is to say
 LOOK_SECONDS = 30.0  # for the looks at anchors that the last step made due
 
 
-class RollouterRole(Protocol):
-    """The rollouter as the loop sees it, wherever it runs."""
-
-    async def batch(self, step: int) -> Batch: ...
-    async def trained(self, step: int, flags: Mapping[int, Flag]) -> Counts: ...
-    async def published(self, manifest: Manifest) -> int: ...
-    async def checkpointed(self, step: int) -> None: ...
-    async def validate(self) -> tuple[int, dict[str, float]]: ...
-    async def held_out(self) -> list[GenerateRequest]: ...
-    async def assess(self, answers: Sequence[Completion]) -> dict[str, float]: ...
-    async def counts(self) -> Counts: ...
-    async def reward_stats(self) -> Mapping[str, SourceStats]: ...
-    async def notices(self) -> list[str]: ...
-    async def looks(self, wait_seconds: float = 0.0) -> list[AnchorReport]: ...
-    async def drain(self) -> tuple[list[Span], list[SyncReport], Tally]: ...
-    async def stop(self) -> None: ...
-
-
-class TrainerRole(Protocol):
-    """The trainer as the loop sees it; calls are collective over its ranks."""
-
-    async def step(self, batch: Batch) -> StepResult: ...
-    async def publish(self) -> Manifest: ...
-    async def answer(
-        self, requests: Sequence[GenerateRequest]
-    ) -> tuple[PolicyVersion, list[Completion]]: ...
-    async def save(self, path: Path, extra: Mapping[str, Any]) -> None: ...
-    async def drain_spans(self) -> list[Span]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a finished loop reached."""
-
-    steps: int
-    counts: Counts
-
-
 class AsyncLoop:
-    """One run: trains `total_steps` steps on what the rollouter hands out."""
+    """One run: trains `total_steps` steps on what the rollouter hands out.
+
+    `version`: the trainer's at the start. With `resumed` the engines hold nothing that may be used,
+    until the recorded batches after that version are trained again.
+    """
 
     def __init__(
         self,
@@ -102,44 +67,46 @@ class AsyncLoop:
         trainer: TrainerRole,
         recorder: Recorder,
         total_steps: int,
+        *,
+        version: int = 0,
+        resumed: bool = False,
     ) -> None:
         self.config = config
         self.rollouter = rollouter
         self.trainer = trainer
         self.recorder = recorder
         self.total_steps = total_steps
-        self.trained_steps = 0
-        self._published = 0
+        self.trained_steps = version
+        self.stopping = asyncio.Event()  # set it to end after the step that runs
+        self._resumed = resumed
+        self._published = -1 if resumed else version
+        self._redo_until = version  # steps before it are trained again before anything is published
+        self._booked: tuple[int, dict[int, Flag]] | None = None  # the newest step
+        self._restarts = 0
         self._turn = asyncio.Lock()  # the trainer does one thing at a time
         self._validated = -1  # version of the newest validation that has begun
         self._validation: asyncio.Task[None] | None = None
-        self._saved = 0  # version of the newest checkpoint
-        self._trainer_is_well = True
+        self._saved = version if resumed else -1  # version of the newest checkpoint
+        self._ask = Asking(config.train.deadline_seconds)
+        self._trainer, self._rollouter = self._ask.trainer, self._ask.rollouter
 
     async def run(self) -> Outcome:
-        """Runs to the end. Raises `RunFailed` with the steps done when it cannot go on, and
-        `UserError` likewise for what the user mends."""
+        """Runs to the end, or until `stopping`. Raises `RunFailed` with the steps done when it
+        cannot go on, and `UserError` likewise for what the user mends."""
+        dead: list[RoleDied] = []
         try:
-            async with asyncio.TaskGroup() as tasks:
-                listener = tasks.create_task(self._listen())
-                await self._begin_validation(tasks)
-                publisher = tasks.create_task(self._publish(tasks))
-                await self._save(final=False)  # the weights that the run began with
-                for step in range(self.total_steps):
-                    if not await self._train(step):
-                        break
-                    if publisher.done():
-                        publisher = tasks.create_task(self._publish(tasks))
-                        await asyncio.sleep(0)  # it takes its turn before the next step
-                    if self._on == "train":
-                        await self._validate_if_due(tasks, self.trained_steps)
-                await publisher
-                listener.cancel()
+            if self._resumed:
+                self._redo_until = await self._rollouter("books", self.rollouter.next_step())
+            while True:
+                try:
+                    await self._revive(dead)
+                    await self._session()
+                    break
+                except Exception as failure:  # boundary: a role that died is started again
+                    self._note_death(failure, dead)
             await self._save(final=True)
-            if self._validated != self.trained_steps:
-                async with asyncio.TaskGroup() as tasks:
-                    await self._begin_validation(tasks)
-            await self._looks(LOOK_SECONDS)
+            if not self.stopping.is_set():
+                await self._last_validation()
         except Exception as failure:  # boundary: whatever ends a run says how far it came
             error = first_of(failure)
             kind = UserError if isinstance(error, UserError) else RunFailed
@@ -148,14 +115,42 @@ class AsyncLoop:
             raise kind(f"{said}; {self.trained_steps} steps are done") from error
         finally:
             await self._drain()
-        return Outcome(self.trained_steps, await self._books())
+        stopped = self.stopping.is_set() and self.trained_steps < self.total_steps
+        counts = await self._rollouter("books", self.rollouter.counts())
+        if not stopped:
+            checked(counts, self.trained_steps, self.config.train.on_no_signal)
+        return Outcome(self.trained_steps, counts, stopped)
+
+    async def _session(self) -> None:
+        """Trains until all is done, a role dies, or the loop is to stop."""
+        async with asyncio.TaskGroup() as tasks:
+            beside = [tasks.create_task(self._listen()), tasks.create_task(self._heartbeats())]
+            if self._published >= 0:
+                await self._begin_validation(tasks)
+            publisher = tasks.create_task(self._publish(tasks))
+            if self._saved < 0:
+                await self._save(final=False)  # the weights that the run began with
+            for step in range(self.trained_steps, self.total_steps):
+                if not await self._train(step):
+                    break
+                if publisher.done():
+                    publisher = tasks.create_task(self._publish(tasks))
+                    await asyncio.sleep(0)  # it takes its turn before the next step
+                if self._on == "train":
+                    await self._validate_if_due(tasks, self.trained_steps)
+            if self.stopping.is_set():
+                beside += [publisher, *([self._validation] if self._validation else [])]
+            else:
+                await publisher
+            for task in beside:
+                task.cancel()
 
     async def _train(self, step: int) -> bool:
         """Consumes one batch; waits for it alone; produces weights of step + 1."""
         waiting = self.recorder.clock()
-        patience = self.config.train.batch_deadline_seconds + self.config.reward_patience
-        patience += GRACE_SECONDS
-        batch = await within(patience, f"the rollouter's batch {step}", self.rollouter.batch(step))
+        batch = await self._next_batch(step)
+        if batch is None:
+            return False
         if not batch.groups:
             self.recorder.say(f"the data has ended after {step} steps")
             return False
@@ -164,18 +159,33 @@ class AsyncLoop:
             result = await self._trainer(f"step {step}", self.trainer.step(batch))
         flags: dict[int, Flag] = {group.prompt.ordinal: "signal" for group in batch.groups}
         flags.update({ordinal: "no_signal" for ordinal in result.no_signal})
-        counts = await _soon(self.rollouter.trained(step, flags))
-        self.trained_steps = step + 1
-        spans, reports, tally = await _soon(self.rollouter.drain())
+        self.trained_steps, self._booked = step + 1, (step, flags)
+        counts = await self._rollouter(f"books of step {step}", self.rollouter.trained(step, flags))
+        await apoint("driver.step")
+        spans, reports, tally = await self._rollouter("spans", self.rollouter.drain())
         spans += await self._trainer("spans", self.trainer.drain_spans())
         self.recorder.step(batch, result, waited, counts, spans, reports, tally)
         if self.trained_steps % self.config.train.checkpoint_every == 0:
             await self._save(final=False)
         return True
 
+    async def _next_batch(self, step: int) -> Batch | None:
+        """The batch of a step; None when the loop is to stop, which no wait holds up."""
+        patience = self.config.train.batch_deadline_seconds + self.config.reward_patience
+        seconds = patience + GRACE_SECONDS
+        call = self._rollouter(f"batch {step}", self.rollouter.batch(step), seconds)
+        batch, stop = asyncio.create_task(call), asyncio.create_task(self.stopping.wait())
+        try:
+            await asyncio.wait({batch, stop}, return_when=asyncio.FIRST_COMPLETED)
+            return None if self.stopping.is_set() else await batch
+        finally:
+            for task in (batch, stop):
+                task.cancel()
+            await asyncio.gather(batch, stop, return_exceptions=True)
+
     async def _publish(self, tasks: asyncio.TaskGroup) -> None:
-        """Carries the newest weights to the engines until they have them."""
-        while self._published < self.trained_steps:
+        """Carries the newest weights to the engines until they have them; none that are redone."""
+        while self._published < self.trained_steps and self.trained_steps >= self._redo_until:
             async with self._turn:
                 manifest = await self._trainer("publication", self.trainer.publish())
             self._published = manifest.version.step
@@ -183,10 +193,57 @@ class AsyncLoop:
             seconds = turns * self.config.weights.deadline_seconds + GRACE_SECONDS
             if self._validation is not None:  # it may hold the version that it validates
                 seconds += self.config.validation.deadline_seconds
-            whom = f"the rollouter's engines, with version {manifest.version},"
-            await within(seconds, whom, self.rollouter.published(manifest))
+            what = f"engines, with version {manifest.version},"
+            await self._rollouter(what, self.rollouter.published(manifest), seconds)
             if self._on != "train":
                 await self._validate_if_due(tasks, self._published)
+
+    # -- roles that die --------------------------------------------------------------------------
+
+    def _note_death(self, failure: Exception, dead: list[RoleDied]) -> None:
+        """Raises what cannot be healed by starting a role again, or not any more."""
+        error = first_of(failure)
+        most = self.config.cluster.max_restarts
+        if not isinstance(error, RoleDied):
+            raise failure
+        if self._restarts >= most:
+            raise RunFailed(f"{error} (cluster.max_restarts = {most} are used up)") from failure
+        self._restarts += 1
+        dead.append(error)
+        self.recorder.say(f"{error}; starting it again, restart {self._restarts} of {most}")
+
+    async def _revive(self, dead: list[RoleDied]) -> None:
+        """Starts dead roles again: the rollouter first, which has the books; then the trainer,
+        which redoes what is recorded after its checkpoint. Engines get weights anew."""
+        roles = {died.role for died in dead}
+        if not roles:
+            return
+        checkpoint = await asyncio.to_thread(newest_valid, self.config.run_dir / "checkpoints")
+        version = 0 if checkpoint is None else version_of(checkpoint)
+        seconds = self.config.cluster.start_deadline_seconds + GRACE_SECONDS
+        if "rollouter" in roles:
+            call = self.rollouter.restart(version, self.trained_steps)
+            await self._rollouter("restart", call, seconds)
+            if self._booked is not None:
+                await self._rollouter("books", self.rollouter.trained(*self._booked))
+        if "trainer" in roles:
+            lineage = await self._rollouter("books", self.rollouter.new_lineage())
+            again = self.trainer.restart(lineage, checkpoint)
+            self.trained_steps = (await self._trainer("restart", again, seconds)).step
+            await self._rollouter("books", self.rollouter.redo(self.trained_steps))
+            self._booked = None
+        self._redo_until = await self._rollouter("books", self.rollouter.next_step())
+        self._published, self._validation = -1, None
+        self._turn = asyncio.Lock()
+        dead.clear()
+
+    async def _heartbeats(self) -> None:
+        """Finds a role that neither ends nor answers."""
+        limit = self.config.cluster.heartbeat_seconds
+        while True:
+            await asyncio.sleep(limit / 4)
+            await self._rollouter("heartbeat", self.rollouter.ping(), limit)
+            await self._trainer("heartbeat", self.trainer.ping(), limit)
 
     # -- validation ------------------------------------------------------------------------------
 
@@ -212,8 +269,14 @@ class AsyncLoop:
         self._validation = tasks.create_task(work)
         await asyncio.sleep(0)  # it is asked for before the next publication
 
+    async def _last_validation(self) -> None:
+        if self._validated != self.trained_steps:
+            async with asyncio.TaskGroup() as tasks:
+                await self._begin_validation(tasks)
+        await self._looks(LOOK_SECONDS)
+
     async def _answered_by_trainer(self) -> tuple[PolicyVersion, list[Completion]]:
-        requests = await _soon(self.rollouter.held_out())
+        requests = await self._rollouter("held-out prompts", self.rollouter.held_out())
         seconds = self.config.validation.deadline_seconds + GRACE_SECONDS
         async with self._turn:
             self._validated = self.trained_steps
@@ -226,13 +289,13 @@ class AsyncLoop:
     ) -> None:
         seconds = self.config.validation.deadline_seconds + GRACE_SECONDS
         call = self.rollouter.assess(answers)
-        metrics = await within(seconds, "the rollouter's scores of a validation", call)
+        metrics = await self._rollouter("scores of a validation", call, seconds)
         self.recorder.validation(version.step, metrics, self._on)
 
     async def _through_engines(self) -> None:
         seconds = self.config.validation.deadline_seconds + GRACE_SECONDS
         call = self.rollouter.validate()
-        version, metrics = await within(seconds, "the rollouter's validation", call)
+        version, metrics = await self._rollouter("validation", call, seconds)
         self._validated = max(self._validated, version)
         self.recorder.validation(version, metrics, self._on)
 
@@ -242,21 +305,28 @@ class AsyncLoop:
         step = self.trained_steps
         if final and step > 0 and step == self._saved:
             return
-        path = self.config.run_dir / "checkpoints" / f"step-{step:06d}"
-        async with self._turn:
-            extra = {"counts": await _soon(self.rollouter.counts())}
-            await self._trainer(f"checkpoint {step}", self.trainer.save(path, extra))
+        path = self.config.run_dir / "checkpoints" / checkpoint_name(step)
+        copy = self.config.run_dir / f".ledger-{step}.sqlite"
+        try:
+            async with self._turn:
+                extra = {"counts": await self._rollouter("books", self.rollouter.counts())}
+                await self._rollouter("copy of its ledger", self.rollouter.copy_ledger(copy))
+                call = self.trainer.save(path, extra, {LEDGER_COPY: copy})
+                await self._trainer(f"checkpoint {step}", call)
+        finally:
+            copy.unlink(missing_ok=True)
         self._saved = step
-        await _soon(self.rollouter.checkpointed(step))
+        await self._rollouter("books", self.rollouter.checkpointed(step))
+        await apoint("driver.saved")
 
     async def _save_what_is_done(self) -> None:
         """A checkpoint of a run that fails elsewhere than in the trainer: no step is lost."""
-        if not self._trainer_is_well or self.trained_steps == self._saved:
+        if not self._ask.trainer_is_well or self.trained_steps == self._saved:
             return
         try:
-            path = self.config.run_dir / "checkpoints" / f"step-{self.trained_steps:06d}"
+            path = self.config.run_dir / "checkpoints" / checkpoint_name(self.trained_steps)
             async with self._turn:
-                await self._trainer("last checkpoint", self.trainer.save(path, {}))
+                await self._trainer("last checkpoint", self.trainer.save(path, {}, {}))
         except Exception as error:  # boundary: what ended the run is what is told
             log.warning("the last steps are not saved: %s", error or repr(error))
 
@@ -264,26 +334,18 @@ class AsyncLoop:
         """Says, while the run goes on, what the rollouter has to say about reward sources."""
         while True:
             await asyncio.sleep(NOTICE_SECONDS)
-            for line in await _soon(self.rollouter.notices()):
+            for line in await self._rollouter("notices", self.rollouter.notices()):
                 self.recorder.say(line)
             await self._looks()
 
     async def _looks(self, wait_seconds: float = 0.0) -> None:
-        for report in await _soon(self.rollouter.looks(wait_seconds)):
+        call = self.rollouter.looks(wait_seconds)
+        for report in await self._rollouter("looks at anchors", call):
             self.recorder.anchors(report)
 
     @property
     def _on(self) -> On:
         return self.config.validation.on
-
-    async def _trainer(self, what: str, call: Awaitable[T], seconds: float | None = None) -> T:
-        whom = f"the trainer's {what}"
-        if seconds is None:
-            seconds, whom = self.config.train.deadline_seconds, f"{whom} (train.deadline_seconds)"
-        self._trainer_is_well = False
-        found = await within(seconds, whom, call)
-        self._trainer_is_well = True
-        return found
 
     async def _drain(self) -> None:
         """The last books and spans, also after a failure; roles that died have none."""
@@ -304,35 +366,3 @@ class AsyncLoop:
 
     async def _last_spans(self) -> None:
         self.recorder.tail(await self.trainer.drain_spans(), [], None)
-
-    async def _books(self) -> Counts:
-        counts = await _soon(self.rollouter.counts())
-        lost = sum(counts["discarded"].values())
-        if self.trained_steps == 0 or lost > counts["trained"]:
-            why = ", ".join(f"{reason} {n}" for reason, n in counts["discarded"].items())
-            raise RunFailed(
-                f"{lost} of {counts['admitted']} groups were discarded ({why}); "
-                f"{self.trained_steps} steps are done"
-            )
-        if counts["no_signal"] == counts["trained"]:
-            raise RunFailed(
-                f"all {counts['trained']} groups trained were no_signal (equal rewards, see "
-                f'train.on_no_signal = "{self.config.train.on_no_signal}"): nothing was learnt in '
-                f"{self.trained_steps} steps"
-            )
-        return counts
-
-
-async def within(seconds: float, whom: str, call: Awaitable[T]) -> T:
-    """Awaits a role's answer; `DeadlinePassed` says whom it waited for."""
-    try:
-        async with asyncio.timeout(seconds) as limit:
-            return await call
-    except TimeoutError as late:
-        if not limit.expired():
-            raise
-        raise DeadlinePassed(f"{whom} did not come within {seconds:g} s") from late
-
-
-async def _soon(call: Awaitable[T]) -> T:
-    return await within(GRACE_SECONDS, "the rollouter's answer", call)

@@ -1,43 +1,69 @@
-"""Keeps ledger rows durably: one SQLite file, one writer thread, group commit.
+"""Keeps the ledger and the groups' payload durably: one SQLite file, one writer, group commit.
 
-The invariant: when the future of a `put` is resolved, its rows are committed, all or none of them,
-and no death of the process can take them back (a loss of power may take the last commits, never the
-file's consistency: WAL, synchronous=NORMAL). Rows are committed in the order of the puts.
+The invariant: when the future of a `put` is resolved, all of it is committed, or none of it, and no
+death of the process can take it back (a loss of power may take the last commits, never the file's
+consistency: WAL, synchronous=NORMAL). Puts are committed in their order, so that whoever waits for
+one has all before it. One process writes: a lock of the operating system, which ends with the
+process, refuses a second.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
 import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+from offbeat.faults import point
 from offbeat.ledger import Counts, Row, State
 
 GROUP_SECONDS = 0.004  # the longest that a put waits for company before its commit starts
-SCHEMA = "1"
+LOCK_PAUSE_SECONDS = 0.1
+SCHEMA = "2"
 _TABLES = """
 CREATE TABLE IF NOT EXISTS groups (
   ordinal INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, state TEXT NOT NULL,
   step INTEGER, reason TEXT, deadline INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS payloads (
+  ordinal INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, tokens BLOB NOT NULL, rewards BLOB);
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 
 
+Bytes = Callable[[], bytes]
+"""Makes bytes on the writer's thread."""
+
+
 class StoreError(ValueError):
-    """The store is closed, failed earlier, or its file is not one that this version can read."""
+    """The store is closed, failed earlier, is another process's, or its file is not one that this
+    version can read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The payload of a group as `offbeat.recorded` packs it; `rewards` None: not scored yet."""
+
+    attempt: int
+    tokens: bytes
+    rewards: bytes | None
 
 
 @dataclass(slots=True)
 class _Put:
-    rows: list[Row]
-    meta: list[tuple[str, str]]
+    rows: list[Row] = field(default_factory=list)
+    meta: list[tuple[str, str]] = field(default_factory=list)
+    tokens: tuple[int, int, Bytes] | None = None  # ordinal, attempt
+    rewards: tuple[int, int, Bytes] | None = None
+    release: tuple[int, ...] = ()
+    final_before: int | None = None
     done: Future[None] = field(default_factory=Future)
 
 
@@ -50,35 +76,55 @@ class Store:
     Args:
         path: the file, on a local disk (WAL does not work on network file systems). Created,
             without its folder, if it is not there.
+        wait_seconds: how long another process's lock is waited for.
 
     Raises:
-        StoreError: the file is no ledger of this version.
+        StoreError: the file is no ledger of this version, or another process writes it.
         sqlite3.Error: the file cannot be opened.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, wait_seconds: float = 0.0) -> None:
         self.path = Path(path)
+        self._lock_fd = lock_file(self.path, wait_seconds)
+        try:
+            self._db = _prepare(self.path)
+        except BaseException:
+            os.close(self._lock_fd)
+            raise
         self._queue: queue.SimpleQueue[_Put | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
         self._failure: Exception | None = None
-        self._db = _prepare(self.path)
         self._thread = threading.Thread(target=self._write, name="offbeat-store", daemon=True)
         self._thread.start()
 
-    def put(self, rows: Iterable[Row]) -> Future[None]:
+    def put(
+        self,
+        rows: Iterable[Row],
+        *,
+        tokens: tuple[int, int, Bytes] | None = None,
+        rewards: tuple[int, int, Bytes] | None = None,
+        release: Iterable[int] = (),
+        final_before: int | None = None,
+    ) -> Future[None]:
         """Queues rows, the newest for an ordinal winning; resolved once they are committed.
+
+        With them, in the same commit: a group's `tokens` (ordinal, attempt, what packs them on the
+        writer's thread), which replace those of an older attempt; its `rewards`, if the tokens of
+        this very attempt are there; ordinals to `release`, whose payload goes; and the step
+        `final_before` which that of trained groups goes.
 
         The future raises StoreError if the commit failed.
 
         Raises:
             StoreError: the store is closed.
         """
-        return self._submit(_Put(list(rows), []))
+        put = _Put(list(rows), [], tokens, rewards, tuple(release), final_before)
+        return self._submit(put)
 
     def put_meta(self, key: str, value: str) -> Future[None]:
         """Queues one key of the table `meta`, in order with `put`. Result and errors: see `put`."""
-        return self._submit(_Put([], [(key, value)]))
+        return self._submit(_Put(meta=[(key, value)]))
 
     def close(self) -> None:
         """Commits what is queued and ends the writer. Again: nothing happens."""
@@ -88,28 +134,40 @@ class Store:
                 self._queue.put(None)
         self._thread.join()
 
+    def payloads(self, ordinals: Iterable[int]) -> dict[int, Recorded]:
+        """The committed payload of those that have any."""
+        return read_payloads(self.path, ordinals)
+
     def read_all(self) -> list[Row]:
         """Every committed group, by ordinal."""
         return read_rows(self.path)
 
     def meta(self) -> dict[str, str]:
         """The committed table `meta`."""
-        with _reader(self.path) as db:
-            return dict(db.execute("SELECT key, value FROM meta"))
+        return dict(read_meta(self.path))
 
     def counts(self) -> Counts:
         """What `Ledger.counts` says, from the committed table alone."""
         return read_counts(self.path)
 
     def copy_to(self, path: Path | str) -> None:
-        """Writes a consistent copy of all that is committed to `path`, as one plain file.
+        """Writes a consistent copy of all that is committed to `path`, as one plain file, with the
+        payload of unfinished groups alone.
 
         Raises:
             sqlite3.Error: `path` exists and is no database, or cannot be written.
         """
-        with _reader(self.path) as db, closing(sqlite3.connect(path)) as target:
-            db.backup(target)
-            target.execute("PRAGMA journal_mode=DELETE")
+        with closing(sqlite3.connect(path, isolation_level=None)) as target:
+            target.executescript(_TABLES)
+            target.execute("ATTACH ? AS source", (str(self.path),))
+            target.execute("BEGIN")
+            for table in ("groups", "meta"):
+                target.execute(f"INSERT INTO {table} SELECT * FROM source.{table}")
+            target.execute(
+                "INSERT INTO payloads SELECT * FROM source.payloads WHERE ordinal IN (SELECT "
+                "ordinal FROM source.groups WHERE state NOT IN ('trained', 'discarded'))"
+            )
+            target.execute("COMMIT")
 
     def _submit(self, put: _Put) -> Future[None]:
         with self._lock:
@@ -126,6 +184,7 @@ class Store:
             if puts:
                 self._commit(puts)
         self._db.close()
+        os.close(self._lock_fd)
 
     def _gather(self) -> tuple[list[_Put], bool]:
         puts: list[_Put] = []
@@ -147,7 +206,7 @@ class Store:
         if self._failure is None:
             try:
                 self._transact(live)
-            except (sqlite3.Error, OverflowError, UnicodeError) as error:
+            except (sqlite3.Error, OSError, OverflowError, ValueError) as error:
                 self._failure = error
         for put in live:
             if self._failure is None:
@@ -164,10 +223,37 @@ class Store:
             for row in put.rows
         ]
         meta = [pair for put in puts for pair in put.meta]
+        point("store.before_commit")
         with self._db:
             self._db.execute("BEGIN IMMEDIATE")
             self._db.executemany("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?)", rows)
             self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta)
+            for put in puts:  # in their order: a retried group's tokens come after its first ones
+                self._put_payload(put)
+            point("store.in_commit")
+        point("store.after_commit")
+
+    def _put_payload(self, put: _Put) -> None:
+        if put.tokens is not None:
+            ordinal, attempt, pack = put.tokens
+            values = (ordinal, attempt, pack())
+            self._db.execute("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?, NULL)", values)
+        if put.rewards is not None:
+            ordinal, attempt, pack = put.rewards
+            self._db.execute(
+                "UPDATE payloads SET rewards = ? WHERE ordinal = ? AND attempt = ?",
+                (pack(), ordinal, attempt),
+            )
+        if put.release:
+            gone = [(ordinal,) for ordinal in put.release]
+            self._db.executemany("DELETE FROM payloads WHERE ordinal = ?", gone)
+        if put.final_before is not None:
+            point("store.before_release")
+            self._db.execute(
+                "DELETE FROM payloads WHERE ordinal IN (SELECT ordinal FROM payloads JOIN groups "
+                "USING (ordinal) WHERE state = 'trained' AND step < ?)",
+                (put.final_before,),
+            )
 
 
 def read_rows(path: Path | str) -> list[Row]:
@@ -181,6 +267,24 @@ def read_rows(path: Path | str) -> list[Row]:
             "SELECT ordinal, attempt, state, step, reason, deadline FROM groups ORDER BY ordinal"
         )
         return [Row(o, a, cast(State, s), step, why, due) for o, a, s, step, why, due in found]
+
+
+def read_payloads(path: Path | str, ordinals: Iterable[int]) -> dict[int, Recorded]:
+    """The committed payload of those of `ordinals` that have any. Raises: see `read_rows`."""
+    found: dict[int, Recorded] = {}
+    query = "SELECT attempt, tokens, rewards FROM payloads WHERE ordinal = ?"
+    with _reader(Path(path)) as db:
+        for ordinal in ordinals:
+            row = db.execute(query, (ordinal,)).fetchone()
+            if row is not None:
+                found[ordinal] = Recorded(*row)
+    return found
+
+
+def read_meta(path: Path | str) -> Mapping[str, str]:
+    """The table `meta` of a ledger file. Raises: see `read_rows`."""
+    with _reader(Path(path)) as db:
+        return dict(db.execute("SELECT key, value FROM meta"))
 
 
 def read_counts(path: Path | str) -> Counts:
@@ -198,11 +302,33 @@ def read_counts(path: Path | str) -> Counts:
     )
 
 
+def lock_file(path: Path, wait_seconds: float = 0.0) -> int:
+    """The open `<path>.lock`, locked; the system lets it go when it is closed or the process ends.
+
+    Raises `StoreError` if another process has it after `wait_seconds`.
+    """
+    fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    until = time.monotonic() + wait_seconds
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, str(os.getpid()).encode(), 0)
+            return fd
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                owner = os.pread(fd, 20, 0).decode("ascii", "replace") or "unknown"
+                os.close(fd)
+                raise StoreError(f"{path} is written by process {owner}") from None
+            time.sleep(LOCK_PAUSE_SECONDS)
+
+
 def _prepare(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
+        db.execute("PRAGMA secure_delete=OFF")
         db.executescript(_TABLES)
         db.execute("INSERT OR IGNORE INTO meta VALUES ('schema', ?)", (SCHEMA,))
         (schema,) = db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()

@@ -47,7 +47,7 @@ def test_rows_come_back(store: Store) -> None:
     assert first.done()
     assert store.read_all() == rows
     store.put_meta("run", "abc").result(timeout=10)
-    assert store.meta() == {"schema": "1", "run": "abc"}
+    assert store.meta() == {"schema": "2", "run": "abc"}
     assert store.counts() == {
         "admitted": 3,
         "trained": 1,

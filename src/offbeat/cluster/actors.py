@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayTaskError
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from offbeat.cluster.build import answer, make_engine, make_scorer, make_trainer
 from offbeat.cluster.leftovers import TAG, end_leftovers
@@ -24,7 +24,7 @@ from offbeat.cluster.logs import log_to
 from offbeat.cluster.pools import ResourcePool
 from offbeat.cluster.specs import EngineSpec, RunSpec, ScorerSpec, log_folder
 from offbeat.config import Config
-from offbeat.errors import OffbeatError
+from offbeat.errors import OffbeatError, RoleDied
 from offbeat.records import (
     Batch,
     Completion,
@@ -60,6 +60,18 @@ async def result(reference: Any) -> Any:
         if isinstance(error.cause, OffbeatError):
             raise error.cause from None
         raise
+
+
+async def of_role(role: str, reference: Any) -> Any:
+    """The same for a role that can be started again: `RoleDied` if its process has ended, or was
+    broken by what nobody raised on purpose."""
+    try:
+        return await result(reference)
+    except RayActorError as error:
+        raise RoleDied(role, f"the {role}'s process has ended ({type(error).__name__})") from error
+    except RayTaskError as error:
+        cause = " ".join(str(error.cause).split())[:300]
+        raise RoleDied(role, f"the {role} failed: {type(error.cause).__name__}: {cause}") from error
 
 
 class EngineActor:
@@ -223,21 +235,25 @@ class TrainerActor:
         self._config = config
         self._run = run
 
-    def setup(self, total_steps: int) -> PolicyVersion:
+    def setup(self, total_steps: int, checkpoint: Path | None) -> PolicyVersion:
         self._trainer = make_trainer(self._config, self._run, total_steps)
-        return self._trainer.setup()
+        return self._trainer.setup(checkpoint)
 
     def step(self, batch: Batch) -> StepResult:
-        payloads: list[list[Payload]] = [
-            ray.get([sample.completion.ref for sample in group.samples]) for group in batch.groups
+        payloads = [
+            [_arrays(sample.completion.ref) for sample in group.samples] for group in batch.groups
         ]
         return self._trainer.step(batch, payloads)
+
+    @ray.method(concurrency_group="health")  # type: ignore[untyped-decorator]
+    def ping(self) -> None:
+        """Answers while the process lives, also beside a step."""
 
     def publish(self) -> Manifest:
         return self._trainer.publish()
 
-    def save(self, path: Path, extra: dict[str, Any]) -> None:
-        self._trainer.save(path, extra)
+    def save(self, path: Path, extra: dict[str, Any], files: dict[str, Path]) -> None:
+        self._trainer.save(path, extra, files)
 
     def answer(self, requests: Sequence[GenerateRequest]) -> tuple[PolicyVersion, list[Completion]]:
         return answer(self._trainer, requests)
@@ -250,33 +266,63 @@ class TrainerActor:
 
 
 class RayTrainer:
-    """The trainer's ranks as the loop sees them."""
+    """The trainer's ranks as the loop sees them; `again` starts another actor of a lineage."""
 
-    def __init__(self, handle: ActorHandle) -> None:
+    def __init__(self, handle: ActorHandle, again: Callable[[int], ActorHandle]) -> None:
         self.handle = handle
+        self._again = again
+        self.total_steps = 0  # known once prompts are read
+
+    async def restart(self, lineage: int, checkpoint: Path | None) -> PolicyVersion:
+        ray.kill(self.handle)
+        self.handle = self._again(lineage)
+        return await self.setup(checkpoint)
+
+    async def setup(self, checkpoint: Path | None) -> PolicyVersion:
+        call = self.handle.setup.remote(self.total_steps, checkpoint)
+        version: PolicyVersion = await of_role("trainer", call)
+        return version
+
+    async def ping(self) -> None:
+        await of_role("trainer", self.handle.ping.remote())
 
     async def step(self, batch: Batch) -> StepResult:
-        done: StepResult = await result(self.handle.step.remote(batch))
+        try:
+            done: StepResult = await of_role("trainer", self.handle.step.remote(batch))
+        except RoleDied as died:
+            if isinstance(died.__cause__, RayTaskError) and isinstance(
+                died.__cause__.cause, ObjectLostError
+            ):  # what the rollouter owned went with it; nothing is computed
+                raise RoleDied(
+                    "rollouter", "the rollouter ended, and its objects with it"
+                ) from died
+            raise
         return done
 
     async def publish(self) -> Manifest:
-        manifest: Manifest = await result(self.handle.publish.remote())
+        manifest: Manifest = await of_role("trainer", self.handle.publish.remote())
         return manifest
 
     async def answer(
         self, requests: Sequence[GenerateRequest]
     ) -> tuple[PolicyVersion, list[Completion]]:
-        found: tuple[PolicyVersion, list[Completion]] = await result(
-            self.handle.answer.remote(list(requests))
+        found: tuple[PolicyVersion, list[Completion]] = await of_role(
+            "trainer", self.handle.answer.remote(list(requests))
         )
         return found
 
-    async def save(self, path: Path, extra: Mapping[str, Any]) -> None:
-        await result(self.handle.save.remote(path, dict(extra)))
+    async def save(self, path: Path, extra: Mapping[str, Any], files: Mapping[str, Path]) -> None:
+        await of_role("trainer", self.handle.save.remote(path, dict(extra), dict(files)))
 
     async def drain_spans(self) -> list[Span]:
-        spans: list[Span] = await result(self.handle.drain_spans.remote())
+        spans: list[Span] = await of_role("trainer", self.handle.drain_spans.remote())
         return spans
+
+
+def _arrays(ref: Any) -> Payload:
+    """A sample's tokens: behind a reference, or themselves where they come from the ledger."""
+    payload: Payload = ray.get(ref) if isinstance(ref, ray.ObjectRef) else ref
+    return payload
 
 
 def start_engine(

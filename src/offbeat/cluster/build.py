@@ -7,21 +7,24 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offbeat.cluster.specs import EngineSpec, RunSpec, ScorerSpec, first_version
+from offbeat.cluster.specs import EngineSpec, GoOn, RunSpec, ScorerSpec, first_version
 from offbeat.config import Config
 from offbeat.data import PromptSet, load_prompts, load_tokenizer
+from offbeat.errors import UserError
+from offbeat.faults import point
 from offbeat.records import Completion, GenerateRequest, PolicyVersion, Prompt, ScoreItem
 from offbeat.reward.anchor_files import anchors_of
 from offbeat.reward.anchors import Anchors
 from offbeat.reward.build import build_source
 from offbeat.reward.loop import RewardLoop
 from offbeat.reward.source import Scorer
+from offbeat.rollout.books import Books, Restored
 from offbeat.rollout.checker import Checker
 from offbeat.rollout.dedicated import DedicatedEngines
 from offbeat.rollout.engine import Engine
+from offbeat.rollout.lives import Fetch, here
 from offbeat.rollout.rollouter import Rollouter
 from offbeat.rollout.validation import Validator
 from offbeat.store import Store
@@ -213,18 +216,22 @@ class RolloutSide:
             return None
         return DedicatedEngines(self.config, engines, first_version(self.run_spec), replace)
 
-    def build(
+    async def build(
         self,
         engines: Sequence[Engine],
         total_steps: int,
         replace: Callable[[int], Awaitable[Engine]],
-        ledger: Path,
         dedicated: DedicatedEngines | None = None,
+        fetch: Fetch = here,
+        go_on: GoOn | None = None,
     ) -> Rollouter:
-        """The rollouter over started engines; `dedicated` are those that only validate."""
+        """The rollouter over started engines; `dedicated` are those that only validate.
+
+        With `go_on` it stands where the ledger says.
+        """
         if self._prompts is None or self._rewards is None:
             raise RuntimeError("build comes after start")
-        self._store = Store(ledger)
+        books, restored = await asyncio.to_thread(self._open_books, self._prompts, go_on)
         validator = None
         if self._held_out:
             validator = Validator(
@@ -239,14 +246,38 @@ class RolloutSide:
             prompts=self._prompts,
             engines=engines,
             rewards=self._rewards,
-            store=self._store,
+            books=books,
             version=first_version(self.run_spec),
             total_steps=total_steps,
             replace=replace,
             validator=validator,
             anchors=self._anchors,
+            fetch=fetch,
+            restored=restored,
         )
         return self.core
+
+    def _open_books(self, prompts: PromptSet, go_on: GoOn | None) -> tuple[Books, Restored | None]:
+        """The ledger, which another process of this run may hold until it has ended."""
+        wait = self.config.cluster.heartbeat_seconds
+        self._store = store = Store(self.config.ledger_path, wait)
+        books = Books(store, self.config.train, prompts.prompt)
+        fingerprint = str(prompts.fingerprint())
+        if go_on is None:
+            store.put_meta("lineage", str(self.run_spec.lineage))
+            store.put_meta("data", fingerprint).result()
+            return books, None
+        known = store.meta().get("data", fingerprint)
+        if known != fingerprint:
+            raise UserError(
+                f"data.train {self.config.data.train} or its tokenizer has changed since the run "
+                "began, and its order is part of the run; put it back, or begin another run"
+            )
+        if go_on.done is None:
+            store.put_meta("lineage", str(self.run_spec.lineage)).result()
+        restored = books.restore(go_on.version, go_on.done)
+        point("rollout.restored")
+        return books, restored
 
     async def close(self) -> None:
         """Ends the reward loop and commits the ledger, also when a source does not end."""

@@ -5,24 +5,29 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import secrets
 import shutil
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
 from offbeat.cluster.logs import log_to
 from offbeat.cluster.plan import device_kind, plan_pools
 from offbeat.cluster.roles import Roles
-from offbeat.cluster.signals import end_on_sigterm
-from offbeat.cluster.specs import RunSpec, log_folder
+from offbeat.cluster.signals import Signals
+from offbeat.cluster.specs import GoOn, RunSpec, log_folder
 from offbeat.config import Config
 from offbeat.errors import UserError
+from offbeat.faults import apoint
 from offbeat.ledger import Counts
-from offbeat.loop import AsyncLoop, Outcome
+from offbeat.loop import AsyncLoop
+from offbeat.outcome import Outcome
+from offbeat.store import StoreError, lock_file, read_meta
 from offbeat.track.console import duration
 from offbeat.track.recorder import Recorder
 from offbeat.track.summary import FILE_NAME, RunStats, build_summary, write_summary
@@ -36,6 +41,22 @@ def train(config: Config, stream: TextIO | None = sys.stdout) -> int:
 
     The run directory holds a summary.json also after a failure.
     """
+    return _launch(config, stream, None)
+
+
+def resume(config: Config, go_on: GoOn | None, stream: TextIO | None = sys.stdout) -> int:
+    """Goes on with a run whose directory is there, as `train` does; None: it had not begun."""
+    return _launch(config, stream, Resume(go_on))
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """The run's directory is there already."""
+
+    go_on: GoOn | None
+
+
+def _launch(config: Config, stream: TextIO | None, resumed: Resume | None) -> int:
     started = time.time()
 
     def say(message: str) -> None:
@@ -44,22 +65,35 @@ def train(config: Config, stream: TextIO | None = sys.stdout) -> int:
             stream.flush()
 
     try:
-        asyncio.run(_run(config, stream, started, say))
-    except (asyncio.CancelledError, SystemExit):  # SIGTERM, the latter while Ray starts
+        outcome = asyncio.run(_run(config, stream, started, say, resumed))
+    except (asyncio.CancelledError, SystemExit):  # the latter: SIGTERM while Ray starts
         raise KeyboardInterrupt from None
+    if outcome.stopped:
+        raise KeyboardInterrupt
     return 0
 
 
 async def _run(
-    config: Config, stream: TextIO | None, started: float, say: Callable[[str], None]
+    config: Config,
+    stream: TextIO | None,
+    started: float,
+    say: Callable[[str], None],
+    resumed: Resume | None,
 ) -> Outcome:
-    end_on_sigterm()
+    signals = Signals(config.cluster.grace_seconds)
+    go_on = None if resumed is None else resumed.go_on
     run = RunSpec(
         run_id=f"{config.run}-{secrets.token_hex(3)}",
         device=device_kind(config),
         publish_folder=choose_folder(config, _model_bytes(config.model.path)),
+        lineage=_lineage(config),
+        go_on=go_on,
     )
-    async with _claimed(config, started), _roles(config, run, say) as roles:
+    async with (
+        _claimed(config, started, new=resumed is None),
+        _roles(config, run, say, signals) as roles,
+    ):
+        await apoint("driver.started")
         recorder = Recorder(
             config.run_dir,
             bound=config.train.max_staleness,
@@ -70,48 +104,78 @@ async def _run(
             sources=config.active_rewards,
         )
         recorder.say(f"{roles.total_steps} steps; everything is in {config.run_dir}")
+        loop = AsyncLoop(
+            config,
+            roles.rollouter,
+            roles.trainer,
+            recorder,
+            roles.total_steps,
+            version=0 if go_on is None else go_on.version,
+            resumed=go_on is not None,
+        )
+
+        def stop() -> None:
+            recorder.say("ending: the step that runs is finished and saved; again: at once")
+            loop.stopping.set()
+
         status: str = "finished"
         error: str | None = None
-        loop = AsyncLoop(config, roles.rollouter, roles.trainer, recorder, roles.total_steps)
+        signals.drain_with(stop)
         try:
             outcome = await loop.run()
+            if outcome.stopped:
+                status, error = "interrupted", "stopped by the user"
         except BaseException as failure:
             status, error = _ending(failure)
             raise
         finally:
+            signals.drain_with(None)
             recorder.close(status, error)
-    say(f"finished: {outcome.steps} steps; {_told(outcome.counts)}")
+            if status != "finished":
+                say(f"go on with: offbeat resume {config.run_dir}")
+    if not outcome.stopped:
+        say(f"finished: {outcome.steps} steps; {_told(outcome.counts)}")
     return outcome
 
 
+def _lineage(config: Config) -> int:
+    """One that no weights of this run had."""
+    if not config.ledger_path.exists():
+        return 0
+    return int(read_meta(config.ledger_path).get("lineage", "-1")) + 1
+
+
 @asynccontextmanager
-async def _claimed(config: Config, started: float) -> AsyncIterator[None]:
-    """The run directory is ours. It goes again if the input is found bad before the loop.
+async def _claimed(config: Config, started: float, *, new: bool) -> AsyncIterator[None]:
+    """The run directory is ours. A new one goes again if the input is found bad before the loop.
 
     Whatever else ends the run before its loop is written into a summary.json.
     """
     directory = config.run_dir
     try:
-        directory.mkdir(parents=True)
+        directory.mkdir(parents=True, exist_ok=not new)
     except FileExistsError:
         raise UserError(
-            f"run: {directory} exists already; choose another name with --run NAME"
+            f"run: {directory} exists already; choose another name with --run NAME, or go on with "
+            f"it: offbeat resume {directory}"
         ) from None
     except OSError as denied:
         raise UserError(
             f"runs_dir: {directory} cannot be made ({denied.strerror}); set it to a folder that "
             "can be written to"
         ) from None
+    lock = claim(directory)
     (directory / "config.json").write_text(
         json.dumps(config.model_dump(mode="json", by_alias=True), indent=2) + "\n", encoding="utf-8"
     )
     logs = log_folder(config)
-    logs.mkdir()
+    logs.mkdir(exist_ok=True)
+    config.ledger_path.parent.mkdir(parents=True, exist_ok=True)
     handler = log_to(logs, "driver")
     try:
         yield
     except UserError:
-        if not (directory / FILE_NAME).exists():
+        if new and not (directory / FILE_NAME).exists():
             shutil.rmtree(directory)
         raise
     except BaseException as failure:
@@ -122,9 +186,20 @@ async def _claimed(config: Config, started: float) -> AsyncIterator[None]:
             write_summary(directory, summary)
         raise
     finally:
+        os.close(lock)
         if handler is not None:
             logging.getLogger().removeHandler(handler)
             handler.close()
+
+
+def claim(directory: Path) -> int:
+    """The lock of a run directory, which one driver has at a time; an open file."""
+    try:
+        return lock_file(directory / "driver")
+    except StoreError as taken:
+        raise UserError(
+            f"{directory} is being trained: {taken}; end that process first, or wait for it"
+        ) from None
 
 
 def _ending(failure: BaseException) -> tuple[str, str]:
@@ -145,7 +220,7 @@ def _told(counts: Counts) -> str:
 
 
 def _roles(
-    config: Config, run: RunSpec, say: Callable[[str], None]
+    config: Config, run: RunSpec, say: Callable[[str], None], signals: Signals
 ) -> AbstractAsyncContextManager[Roles]:
     if config.cluster.backend == "local":
         from offbeat.cluster.local import local_roles
@@ -158,7 +233,7 @@ def _roles(
             "cluster.backend = ray, but Ray is not installed; install ray, or set "
             "--cluster.backend local to run everything in one process"
         ) from None
-    return ray_roles(config, run, say)
+    return ray_roles(config, run, say, signals)
 
 
 def _replicas(config: Config) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -44,10 +45,22 @@ class LocalTrainer:
     """The trainer in a thread of this process; payloads are the arrays themselves."""
 
     def __init__(self, config: Config, run: RunSpec, total_steps: int) -> None:
+        self._config, self._run, self._total_steps = config, run, total_steps
         self.core = make_trainer(config, run, total_steps)
 
     async def setup(self) -> PolicyVersion:
-        return await asyncio.to_thread(self.core.setup)
+        checkpoint = None if self._run.go_on is None else self._run.go_on.checkpoint
+        return await asyncio.to_thread(self.core.setup, checkpoint)
+
+    async def restart(self, lineage: int, checkpoint: Path | None) -> PolicyVersion:
+        await asyncio.to_thread(self.core.close)
+        self.core = make_trainer(
+            self._config, dataclasses.replace(self._run, lineage=lineage), self._total_steps
+        )
+        return await asyncio.to_thread(self.core.setup, checkpoint)
+
+    async def ping(self) -> None:
+        pass
 
     async def step(self, batch: Batch) -> StepResult:
         payloads = [[sample.completion.ref for sample in group.samples] for group in batch.groups]
@@ -56,8 +69,8 @@ class LocalTrainer:
     async def publish(self) -> Manifest:
         return await asyncio.to_thread(self.core.publish)
 
-    async def save(self, path: Path, extra: Mapping[str, Any]) -> None:
-        await asyncio.to_thread(self.core.save, path, dict(extra))
+    async def save(self, path: Path, extra: Mapping[str, Any], files: Mapping[str, Path]) -> None:
+        await asyncio.to_thread(self.core.save, path, dict(extra), files)
 
     async def answer(
         self, requests: Sequence[GenerateRequest]
@@ -164,9 +177,10 @@ async def local_roles(config: Config, run: RunSpec) -> AsyncIterator[Roles]:
         total_steps = planned_steps(config, await side.start(await replicas.start()))
         trainer = LocalTrainer(config, run, total_steps)
         await trainer.setup()
-        ledger = config.run_dir / "ledger.sqlite"
         dedicated = side.dedicated(replicas.validators, replicas.replace_validator)
-        core = side.build(replicas.engines, total_steps, replicas.replace, ledger, dedicated)
+        core = await side.build(
+            replicas.engines, total_steps, replicas.replace, dedicated, go_on=run.go_on
+        )
         running = asyncio.create_task(core.run())
         await core.running.wait()
         yield Roles(core, trainer, total_steps)

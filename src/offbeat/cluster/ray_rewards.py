@@ -46,6 +46,17 @@ def make_scorers(config: Config, run: RunSpec, pools: Pools) -> Handles:
     }
 
 
+def start_reward_replica(
+    config: Config, run: RunSpec, pools: Pools, name: str, index: int
+) -> ActorHandle:
+    """A replacement of replica `index` of source `name`, not started yet."""
+    section, pool = config.active_rewards[name], pools[f"reward/{name}"]
+    if section.kind == "genrm":
+        spec = judge_engine(name, section, config, run, index)
+        return start_engine(spec, pool, run, named=False)
+    return start_scorer(scorer_spec(name, section, config, run, index), pool, run, named=False)
+
+
 def by_place(pools: Pools, replicas: Handles) -> list[Sequence[ActorHandle]]:
     """The replicas of all pools, those that share a device together."""
     places: defaultdict[tuple[str, int], list[ActorHandle]] = defaultdict(list)

@@ -8,7 +8,9 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
 
 import ray
 from ray.actor import ActorHandle
@@ -20,15 +22,21 @@ from offbeat.cluster.actors import (
     TrainerActor,
     remote,
     result,
+    start_again,
     start_engine,
 )
 from offbeat.cluster.plan import PoolPlan, check_memory, plan_pools
 from offbeat.cluster.pools import SLOT, ResourcePool, create_pools, process_env, remove_pools
-from offbeat.cluster.ray_rewards import by_place, make_judges, make_scorers
+from offbeat.cluster.ray_rewards import (
+    by_place,
+    make_judges,
+    make_scorers,
+    start_reward_replica,
+)
 from offbeat.cluster.roles import Roles
 from offbeat.cluster.rollouter_actor import RayRollouter, RollouterActor
-from offbeat.cluster.signals import end_on_sigterm
-from offbeat.cluster.specs import RunSpec, policy_engine, validators
+from offbeat.cluster.signals import Signals
+from offbeat.cluster.specs import GoOn, RunSpec, policy_engine, standing, validators
 from offbeat.config import Config
 from offbeat.data import planned_steps
 from offbeat.errors import OffbeatError, UserError
@@ -37,6 +45,7 @@ log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 256 << 20  # token arrays only; weights go through files
 STOP_SECONDS = 20.0
 REPLICA_STOP_SECONDS = 10.0
+ALIVE_SECONDS = 15.0
 
 
 def connect(config: Config, kind: str) -> None:
@@ -67,14 +76,14 @@ def connect(config: Config, kind: str) -> None:
 
 @asynccontextmanager
 async def ray_roles(
-    config: Config, run: RunSpec, say: Callable[[str], None]
+    config: Config, run: RunSpec, say: Callable[[str], None], signals: Signals
 ) -> AsyncIterator[Roles]:
     """Reserves the pools, starts every actor on its own, and ends them all."""
     address = os.environ.get("RAY_ADDRESS")
     check_memory(config, run.device)
     say(f"joining Ray at {address}" if address else "starting Ray on this machine")
     connect(config, run.device)  # in the main thread: Ray sets signal handlers
-    end_on_sigterm()  # Ray has put its own in place
+    signals.take()  # Ray has put its own in place
     pools: dict[str, ResourcePool] = {}
     starter = _Starter(config, run)
     try:
@@ -108,9 +117,12 @@ class _Starter:
         self.config = config
         self.run = run
         self.handles: list[ActorHandle] = []
-        self.rollouter: ActorHandle | None = None
-        self.trainer: ActorHandle | None = None
+        self.rollouter: RayRollouter | None = None
+        self.trainer: RayTrainer | None = None
         self.waiting = "the rollouter"
+        self._replicas: dict[str, list[ActorHandle]] = {}
+        self._pools: dict[str, ResourcePool] = {}
+        self._total_steps = 0
 
     async def start(self, pools: dict[str, ResourcePool]) -> Roles:
         """Starts everything; the order is engines and scorers, rollouter, trainer."""
@@ -124,66 +136,122 @@ class _Starter:
             replicas["validate"] = [start_engine(spec, pools["validate"], run) for spec in own]
         replicas |= {f"reward/{name}": found for name, found in (judges | scorers).items()}
         self.handles += [handle for handles in replicas.values() for handle in handles]
-        self.rollouter = (
-            remote(RollouterActor, health=True)
-            .options(max_concurrency=1000, **self._beside_driver("rollouter"))
-            .remote(config, run)
-        )
-        self.trainer = (
-            remote(TrainerActor)
-            .options(
-                name=f"{run.run_id}/train/0",
-                namespace=NAMESPACE,
-                **pools["train"].options(0, threads=config.train.threads),
-            )
-            .remote(config, run)
+        self._replicas, self._pools = replicas, pools
+        handle = self._start_rollouter(named=True)
+        rollouter = self.rollouter = RayRollouter(handle, self._rollouter_again)
+        trainer = self.trainer = RayTrainer(
+            self._start_trainer(run.lineage, named=True), self._start_trainer
         )
         self.waiting = "engines and reward replicas"
         await started(by_place(pools, replicas))
         self.waiting = "the rollouter's reward loop and prompts"
-        total = planned_steps(
-            config, await result(self.rollouter.start.remote(judges, scorers, pools))
-        )
+        total = await result(handle.start.remote(judges, scorers, pools))
+        self._total_steps = trainer.total_steps = planned_steps(config, total)
         self.waiting = "the trainer"
-        await result(self.trainer.setup.remote(total))
-        ledger = config.run_dir / "ledger.sqlite"
+        await trainer.setup(None if run.go_on is None else run.go_on.checkpoint)
+        await self._begin(handle, run.go_on)
+        return Roles(rollouter, trainer, self._total_steps)
+
+    async def _begin(self, rollouter: ActorHandle, go_on: GoOn | None) -> None:
+        specs = [
+            policy_engine(self.config, self.run, i) for i in range(self.config.rollout.replicas)
+        ]
         await result(
-            self.rollouter.begin.remote(
-                engines,
-                pools["rollout"],
+            rollouter.begin.remote(
+                self._replicas["rollout"],
+                self._pools["rollout"],
                 specs,
-                total,
-                ledger.resolve(),
-                replicas.get("validate", []),
-                pools.get("validate"),
+                self._total_steps,
+                self._replicas.get("validate", []),
+                self._pools.get("validate"),
+                go_on,
             )
         )
-        return Roles(RayRollouter(self.rollouter), RayTrainer(self.trainer), total)
 
-    def _beside_driver(self, role: str) -> dict[str, Any]:
+    def _start_rollouter(self, *, named: bool) -> ActorHandle:
+        options = self._beside_driver("rollouter", named=named)
+        actor = remote(RollouterActor).options(max_concurrency=1000, **options)
+        handle: ActorHandle = actor.remote(self.config, self.run)
+        return handle
+
+    def _start_trainer(self, lineage: int, *, named: bool = False) -> ActorHandle:
+        """The trainer of a lineage; a replacement has no name: its predecessor's may be taken."""
+        options = self._pools["train"].options(0, threads=self.config.train.threads)
+        if named:
+            options |= {"name": f"{self.run.run_id}/train/0", "namespace": NAMESPACE}
+        actor = remote(TrainerActor, health=True).options(**options)
+        handle: ActorHandle = actor.remote(self.config, replace(self.run, lineage=lineage))
+        return handle
+
+    async def _rollouter_again(self, go_on: GoOn) -> ActorHandle:
+        """Another rollouter, over the replicas that live and replacements of those that do not."""
+        await self._mend_replicas()
+        handle = self._start_rollouter(named=False)
+        judges, scorers = (
+            {name: self._replicas[f"reward/{name}"] for name in standing(sources, kind)}
+            for sources in [self.config.active_rewards]
+            for kind in ("genrm", "disrm")
+        )
+        await result(handle.start.remote(judges, scorers, self._pools))
+        await self._begin(handle, go_on)
+        return handle
+
+    async def _mend_replicas(self) -> None:
+        """Replaces replicas that died, or were replaced by the rollouter that died."""
+        mends = []
+        for role, handles in self._replicas.items():
+            for index, handle in enumerate(handles):
+                if await alive(handle):
+                    continue
+                start = partial(self._start_replica, role, index)
+                mends.append(start_again(handles, index, start))
+        await asyncio.gather(*mends)
+
+    def _start_replica(self, role: str, index: int) -> ActorHandle:
+        config, run = self.config, self.run
+        if role in ("rollout", "validate"):
+            kind: Literal["rollout", "validate"] = "rollout" if role == "rollout" else "validate"
+            spec = policy_engine(config, run, index, kind)
+            handle = start_engine(spec, self._pools[role], run, named=False)
+        else:
+            name = role.partition("/")[2]
+            handle = start_reward_replica(config, run, self._pools, name, index)
+        self.handles.append(handle)
+        return handle
+
+    def _beside_driver(self, role: str, *, named: bool) -> dict[str, Any]:
         """The ledger lies on the driver's disk, so the rollouter runs on the driver's node."""
         node = ray.get_runtime_context().get_node_id()
-        return {
+        name = {"name": f"{self.run.run_id}/{role}/0", "namespace": NAMESPACE} if named else {}
+        return name | {
             "num_cpus": 0,
-            "name": f"{self.run.run_id}/{role}/0",
-            "namespace": NAMESPACE,
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
             "runtime_env": {"env_vars": process_env(1, gpu=False)},
         }
 
     async def stop(self) -> None:
         """Asks the rollouter and trainer to finish, then the replicas, and ends every process."""
-        last = [h.stop.remote() for h in [self.rollouter] if h is not None]
-        last += [h.close.remote() for h in [self.trainer] if h is not None]
+        handles = [role.handle for role in (self.rollouter, self.trainer) if role is not None]
+        last = [] if self.rollouter is None else [self.rollouter.handle.stop.remote()]
+        last += [] if self.trainer is None else [self.trainer.handle.close.remote()]
         try:
             async with asyncio.timeout(STOP_SECONDS):
                 await asyncio.gather(*last, return_exceptions=True)
         except TimeoutError:
             log.warning("rollouter and trainer did not stop within %.0f s", STOP_SECONDS)
         await end_replicas(self.handles)
-        for handle in [self.rollouter, self.trainer]:
-            if handle is not None:
-                ray.kill(handle)
+        for handle in handles:
+            ray.kill(handle)
+
+
+async def alive(handle: ActorHandle) -> bool:
+    """Whether a replica answers."""
+    try:
+        async with asyncio.timeout(ALIVE_SECONDS):
+            await result(handle.health.remote())
+    except Exception:  # boundary: whatever it raises, it is not well
+        return False
+    return True
 
 
 async def end_replicas(handles: Sequence[ActorHandle]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offbeat.loop import RollouterRole, TrainerRole
+from offbeat.roles import RollouterRole, TrainerRole
 
 
 @dataclass(frozen=True, slots=True)

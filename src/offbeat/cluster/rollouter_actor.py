@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import ray
 from ray.actor import ActorHandle
 
-from offbeat.cluster.actors import RayEngine, result, start_engine
+from offbeat.cluster.actors import RayEngine, of_role, start_engine
 from offbeat.cluster.build import RolloutSide
 from offbeat.cluster.logs import log_to
 from offbeat.cluster.pools import ResourcePool
 from offbeat.cluster.ray_rewards import Handles, Replacer, standing_on
-from offbeat.cluster.specs import EngineSpec, RunSpec, log_folder, policy_engine
+from offbeat.cluster.specs import EngineSpec, GoOn, RunSpec, log_folder, policy_engine
 from offbeat.config import Config
 from offbeat.errors import OffbeatError
 from offbeat.ledger import Counts, Flag
-from offbeat.records import Batch, Completion, GenerateRequest, Manifest, Span
+from offbeat.records import Batch, Completion, GenerateRequest, Manifest, Payload, Span
 from offbeat.reward.anchors import AnchorReport
 from offbeat.reward.loop import SourceStats
 from offbeat.rollout.dedicated import DedicatedEngines
@@ -30,6 +30,11 @@ from offbeat.rollout.rollouter import Rollouter
 from offbeat.weights.sync import SyncReport
 
 STOP_SECONDS = 10.0
+
+
+async def fetched(completions: Sequence[Completion]) -> list[Payload]:
+    """The token arrays of completions, out of the object store."""
+    return list(await asyncio.gather(*(completion.ref for completion in completions)))
 
 
 class RollouterActor:
@@ -55,7 +60,8 @@ class RollouterActor:
 
     async def begin(
         self, handles: list[ActorHandle], pool: ResourcePool, specs: list[EngineSpec],
-        total_steps: int, ledger: Path, validators: list[ActorHandle], own: ResourcePool | None,
+        total_steps: int, validators: list[ActorHandle], own: ResourcePool | None,
+        go_on: GoOn | None,
     ) -> None:  # fmt: skip
         """`validators` are the engines that only validate, on the pool `own`."""
         handles, validators = list(handles), list(validators)
@@ -66,7 +72,7 @@ class RollouterActor:
 
         engines = [RayEngine(handle, payloads=True) for handle in handles]
         dedicated = self._dedicated(validators, own)
-        core = self._side.build(engines, total_steps, replace, ledger, dedicated)
+        core = await self._side.build(engines, total_steps, replace, dedicated, fetched, go_on)
         shorten_collections()
         self._task = asyncio.create_task(core.run())
         await core.running.wait()
@@ -91,9 +97,8 @@ class RollouterActor:
             raise OffbeatError("the rollouter has not begun")
         return self._side.core
 
-    @ray.method(concurrency_group="health")  # type: ignore[untyped-decorator]
-    async def ping(self) -> str:
-        return self._run.run_id
+    async def ping(self) -> None:
+        """On the loop that does the work: what stands still there is found."""
 
     async def batch(self, step: int) -> Batch:
         return await self._core.batch(step)
@@ -106,6 +111,18 @@ class RollouterActor:
 
     async def checkpointed(self, step: int) -> None:
         await self._core.checkpointed(step)
+
+    async def next_step(self) -> int:
+        return await self._core.next_step()
+
+    async def redo(self, version: int) -> None:
+        await self._core.redo(version)
+
+    async def new_lineage(self) -> int:
+        return await self._core.new_lineage()
+
+    async def copy_ledger(self, path: Path) -> None:
+        await self._core.copy_ledger(path)
 
     async def validate(self) -> tuple[int, dict[str, float]]:
         return await self._core.validate()
@@ -141,59 +158,91 @@ class RollouterActor:
 
 
 class RayRollouter:
-    """The rollouter as the loop sees it."""
+    """The rollouter as the loop sees it; `again` starts another actor that goes on."""
 
-    def __init__(self, handle: ActorHandle) -> None:
+    def __init__(
+        self, handle: ActorHandle, again: Callable[[GoOn], Awaitable[ActorHandle]]
+    ) -> None:
         self.handle = handle
+        self._again = again
+
+    async def restart(self, version: int, done: int) -> None:
+        ray.kill(self.handle)
+        self.handle = await self._again(GoOn(version, None, done))
+
+    async def next_step(self) -> int:
+        step: int = await of_role("rollouter", self.handle.next_step.remote())
+        return step
+
+    async def redo(self, version: int) -> None:
+        await of_role("rollouter", self.handle.redo.remote(version))
+
+    async def new_lineage(self) -> int:
+        lineage: int = await of_role("rollouter", self.handle.new_lineage.remote())
+        return lineage
+
+    async def copy_ledger(self, path: Path) -> None:
+        await of_role("rollouter", self.handle.copy_ledger.remote(path))
+
+    async def ping(self) -> None:
+        await of_role("rollouter", self.handle.ping.remote())
 
     async def batch(self, step: int) -> Batch:
-        batch: Batch = await result(self.handle.batch.remote(step))
+        batch: Batch = await of_role("rollouter", self.handle.batch.remote(step))
         return batch
 
     async def trained(self, step: int, flags: Mapping[int, Flag]) -> Counts:
-        counts: Counts = await result(self.handle.trained.remote(step, dict(flags)))
+        counts: Counts = await of_role("rollouter", self.handle.trained.remote(step, dict(flags)))
         return counts
 
     async def published(self, manifest: Manifest) -> int:
-        floor: int = await result(self.handle.published.remote(manifest))
+        floor: int = await of_role("rollouter", self.handle.published.remote(manifest))
         return floor
 
     async def checkpointed(self, step: int) -> None:
-        await result(self.handle.checkpointed.remote(step))
+        await of_role("rollouter", self.handle.checkpointed.remote(step))
 
     async def validate(self) -> tuple[int, dict[str, float]]:
-        found: tuple[int, dict[str, float]] = await result(self.handle.validate.remote())
+        found: tuple[int, dict[str, float]] = await of_role(
+            "rollouter", self.handle.validate.remote()
+        )
         return found
 
     async def held_out(self) -> list[GenerateRequest]:
-        requests: list[GenerateRequest] = await result(self.handle.held_out.remote())
+        requests: list[GenerateRequest] = await of_role("rollouter", self.handle.held_out.remote())
         return requests
 
     async def assess(self, answers: Sequence[Completion]) -> dict[str, float]:
-        metrics: dict[str, float] = await result(self.handle.assess.remote(list(answers)))
+        metrics: dict[str, float] = await of_role(
+            "rollouter", self.handle.assess.remote(list(answers))
+        )
         return metrics
 
     async def counts(self) -> Counts:
-        counts: Counts = await result(self.handle.counts.remote())
+        counts: Counts = await of_role("rollouter", self.handle.counts.remote())
         return counts
 
     async def drain(self) -> tuple[list[Span], list[SyncReport], Tally]:
-        drained: tuple[list[Span], list[SyncReport], Tally] = await result(
-            self.handle.drain.remote()
+        drained: tuple[list[Span], list[SyncReport], Tally] = await of_role(
+            "rollouter", self.handle.drain.remote()
         )
         return drained
 
     async def stop(self) -> None:
-        await result(self.handle.stop.remote())
+        await of_role("rollouter", self.handle.stop.remote())
 
     async def reward_stats(self) -> Mapping[str, SourceStats]:
-        stats: Mapping[str, SourceStats] = await result(self.handle.reward_stats.remote())
+        stats: Mapping[str, SourceStats] = await of_role(
+            "rollouter", self.handle.reward_stats.remote()
+        )
         return stats
 
     async def notices(self) -> list[str]:
-        lines: list[str] = await result(self.handle.notices.remote())
+        lines: list[str] = await of_role("rollouter", self.handle.notices.remote())
         return lines
 
     async def looks(self, wait_seconds: float = 0.0) -> list[AnchorReport]:
-        reports: list[AnchorReport] = await result(self.handle.looks.remote(wait_seconds))
+        reports: list[AnchorReport] = await of_role(
+            "rollouter", self.handle.looks.remote(wait_seconds)
+        )
         return reports

@@ -1,10 +1,11 @@
-"""SIGTERM ends a run as Ctrl-C does: its summary is written and its processes end."""
+"""Ctrl-C and SIGTERM: the first lets a run save and end, a second ends it at once."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 import threading
+from collections.abc import Callable
 
 
 def end_on_sigterm() -> None:
@@ -18,3 +19,37 @@ def end_on_sigterm() -> None:
     loop = asyncio.get_running_loop()
     loop.remove_signal_handler(signal.SIGTERM)
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
+
+
+class Signals:
+    """What the signals do to the current task. Does nothing outside the main thread."""
+
+    def __init__(self, grace_seconds: float) -> None:
+        self._grace = grace_seconds
+        self._task = asyncio.current_task()
+        self._asked = False
+        self._on_first: Callable[[], None] | None = None
+        self.take()
+
+    def take(self) -> None:
+        """Puts the handlers in place. Call it again after anything that sets its own."""
+        if self._task is None or threading.current_thread() is not threading.main_thread():
+            return
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+            loop.add_signal_handler(number, self._came)
+
+    def drain_with(self, on_first: Callable[[], None] | None) -> None:
+        """From now on the first signal calls this, and the grace time begins; None: a first signal
+        ends the task at once."""
+        self._on_first = on_first
+
+    def _came(self) -> None:
+        assert self._task is not None
+        if self._asked or self._on_first is None:
+            self._task.cancel()
+            return
+        self._asked = True
+        self._on_first()
+        asyncio.get_running_loop().call_later(self._grace, self._task.cancel)

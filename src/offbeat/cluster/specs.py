@@ -49,13 +49,24 @@ class ScorerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class GoOn:
+    """Where a run goes on: from a checkpoint (None: from the model, at version 0). `done`: steps of
+    a trainer that lives, where only the rollouter starts again."""
+
+    version: int
+    checkpoint: Path | None
+    done: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RunSpec:
-    """What identifies one start of a run."""
+    """What identifies one start of a run; `go_on` None: it begins."""
 
     run_id: str
     device: str
     publish_folder: Path
     lineage: int = 0
+    go_on: GoOn | None = None
 
 
 def policy_engine(

@@ -10,48 +10,48 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from offbeat.buffer import Buffer
 from offbeat.config import Config
-from offbeat.errors import DeadlinePassed, OffbeatError, RequestRefused, RunFailed, first_of
-from offbeat.ledger import Counts, Flag, Ledger
+from offbeat.errors import DeadlinePassed, OffbeatError, RunFailed, first_of
+from offbeat.faults import apoint
+from offbeat.ledger import Counts, Flag
 from offbeat.records import (
     Batch,
     Completion,
     GenerateRequest,
-    Group,
     Manifest,
     PolicyVersion,
-    Prompt,
-    Sample,
     Sampling,
     Span,
 )
 from offbeat.reward.anchors import AnchorReport, Anchors
-from offbeat.reward.budget import WINDOW
 from offbeat.reward.loop import RewardLoop, SourceStats
+from offbeat.rollout.books import Books, Restored
 from offbeat.rollout.engine import Engine
 from offbeat.rollout.generation import Generation
+from offbeat.rollout.lives import Fetch, Lives, here
 from offbeat.rollout.parts import (
-    GroupFailed,
     PromptSource,
     Tally,
-    cause_of,
     measure_lag,
     spans_of,
 )
-from offbeat.rollout.router import Place, Router, wait_for
-from offbeat.rollout.scoring import Rated, combine, rate
+from offbeat.rollout.router import Router, wait_for
 from offbeat.rollout.validation import Validator
-from offbeat.store import Store
 from offbeat.weights.sync import Replica, SyncReport, WeightSync
 
 log = logging.getLogger(__name__)
 
 
 class Rollouter:
-    """Admits, generates, scores and hands out batches. Call `run()` as a task, then the rest."""
+    """Admits, generates, scores and hands out batches. Call `run()` as a task, then the rest.
+
+    `fetch` gives the token arrays behind completions, for the store. With `restored` (of `books`)
+    it goes on from there, and generates from the first publication on.
+    """
 
     def __init__(
         self,
@@ -60,12 +60,14 @@ class Rollouter:
         prompts: PromptSource,
         engines: Sequence[Engine],
         rewards: RewardLoop,
-        store: Store,
+        books: Books,
         version: PolicyVersion,
         total_steps: int,
         replace: Callable[[int], Awaitable[Engine]],
         validator: Validator | None = None,
         anchors: Anchors | None = None,
+        fetch: Fetch = here,
+        restored: Restored | None = None,
     ) -> None:
         self.config = config
         self._anchors = anchors or Anchors({}, {}, {})
@@ -74,27 +76,28 @@ class Rollouter:
         self.prompts = prompts
         self.rewards = rewards
         self.replicas = [Replica(i, engine, version) for i, engine in enumerate(engines)]
-        self.tally = Tally()
         self.sampling = Sampling(
             max_tokens=config.rollout.max_tokens,
             temperature=config.rollout.temperature,
             stop=config.rollout.stop,
         )
-        self._store = store
+        self.books = books
         self._replace = replace
-        self._buffer = Buffer(config.train.max_staleness, config.train.groups_per_step)
-        self._ledger = Ledger()
+        self._buffer, self._ledger = books.buffer, books.ledger
         self._changed = asyncio.Condition()
         router = Router(self.replicas, self._changed, config.rollout.seats)
         self._generation = Generation(router, lambda: self.sync, config.rollout)
         self._tasks: dict[int, asyncio.Task[None]] = {}  # of groups that are not ready
-        self._groups: dict[int, Group] = {}  # ready, not yet batched
-        self._batch: Batch | None = None  # the newest, so that asking twice gives it twice
-        self._next_ordinal = 0
-        self._next_step = 0
+        self.lives = Lives(
+            config, books, rewards, self._generation, self.sampling, lambda: self.sync.floor,
+            self._changed, fetch,
+        )  # fmt: skip
+        self._restored = restored or Restored()
+        if restored is None:
+            self.lives.open.set()
+        self._next_ordinal = self._restored.next_ordinal
         self._wanted = min(prompts.total, total_steps * config.train.groups_per_step)
-        self._discards = 0
-        self._failures_in_a_row = 0
+        self._discarded_before = self._restored.discards
         self._failure: BaseException | None = None
         self._sync: WeightSync[Engine] | None = None
         self._stopping = asyncio.Event()
@@ -115,8 +118,9 @@ class Rollouter:
                     loads_at_once=self.config.weights.loads_at_once,
                 )
                 self.running.set()
-                lag = measure_lag(lambda: self.tally)
+                lag = measure_lag(lambda: self.lives.tally)
                 watch = self.rewards.watch(self._notify)
+                self._go_on(tasks)
                 loops = (self._admit(tasks), lag, watch, self._anchors.run())
                 owned = [tasks.create_task(loop) for loop in loops]
                 await self._stopping.wait()
@@ -130,6 +134,20 @@ class Rollouter:
                 await self._notify()
                 raise RunFailed(f"rollout failed: {self._failure!r}") from self._failure
 
+    def _go_on(self, tasks: asyncio.TaskGroup) -> None:
+        """What was live before a restart: scored if it was generated, else generated again."""
+        for ordinal, (attempt, generated) in self._restored.unscored.items():
+            prompt = self.prompts.prompt(ordinal)
+            self._own(tasks, ordinal, self.lives.score(prompt, attempt, generated.completions))
+        for ordinal, attempt in self._restored.again.items():
+            self._own(tasks, ordinal, self.lives.again(self.prompts.prompt(ordinal), attempt))
+        self._restored = Restored()
+
+    def _own(self, tasks: asyncio.TaskGroup, ordinal: int, work: Coroutine[Any, Any, None]) -> None:
+        task = tasks.create_task(work)
+        self._tasks[ordinal] = task
+        task.add_done_callback(lambda _: self._tasks.pop(ordinal, None))
+
     async def _admit(self, tasks: asyncio.TaskGroup) -> None:
         """Consumes ordinals; waits for the buffer; produces group tasks; unblocked by the floor,
         by taken batches and by discards."""
@@ -139,106 +157,23 @@ class Rollouter:
                     await self._changed.wait()
                 prompt = self.prompts.prompt(self._next_ordinal)
                 self._next_ordinal += 1
-                floor = self.sync.floor
-                deadline = self._buffer.admit(prompt.ordinal, 0, floor, self._next_step)
-                self._ledger.admit(prompt.ordinal, deadline, floor)
-                self._record()
-            task = tasks.create_task(self._group(prompt), name=str(prompt.ordinal))
-            self._tasks[prompt.ordinal] = task
-            task.add_done_callback(lambda task: self._tasks.pop(int(task.get_name()), None))
+                await self.books.admit(prompt.ordinal, self.sync.floor)
+            self._own(tasks, prompt.ordinal, self.lives.begin(prompt))
             await asyncio.sleep(0)
-
-    # -- one group -------------------------------------------------------------------------------
-
-    async def _group(self, prompt: Prompt) -> None:
-        """One group's life up to ready, through its attempts."""
-        attempt = 0
-        place = Place()
-        while True:
-            try:
-                samples = await self._attempt(prompt, attempt, place)
-            except GroupFailed as failure:
-                return await self._discard(prompt.ordinal, attempt, str(failure))
-            except Exception as error:  # boundary: one group's failure never touches another
-                cause = cause_of(error)
-                log.warning("group %d attempt %d: %s: %s", prompt.ordinal, attempt, cause, error)
-                if attempt + 1 >= self.config.rollout.max_attempts:
-                    return await self._discard(prompt.ordinal, attempt, f"generation: {cause}")
-                if not self._buffer.is_live(prompt.ordinal, attempt):
-                    return None  # discarded meanwhile, as a straggler
-                deadline = self._buffer.retry(prompt.ordinal, attempt, self.sync.floor)
-                attempt = self._ledger.retried(prompt.ordinal, deadline)
-                self._record()
-                continue
-            return await self._finish(prompt, attempt, samples)
-
-    async def _attempt(self, prompt: Prompt, attempt: int, place: Place) -> list[Sample]:
-        """Generates on one engine at a time; every sample is scored from the moment it ends."""
-        request = GenerateRequest(
-            f"{prompt.ordinal}.{attempt}",
-            prompt.token_ids,
-            self.config.rollout.group_size,
-            self.sampling,
-        )
-        rating: list[asyncio.Task[Rated]] = []
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                async for completion in self._generation.once(request, place):
-                    self.tally.generated_tokens += completion.tokens
-                    one = rate(self.rewards, prompt, completion, attempt)
-                    rating.append(tasks.create_task(one))
-                if not self._ledger.generated(prompt.ordinal, attempt):
-                    raise GroupFailed("superseded")
-                self._record()
-        except ExceptionGroup as group:
-            error = first_of(group)
-            if isinstance(error, RequestRefused):
-                raise GroupFailed("refused") from error
-            raise error from None
-        rated = [task.result() for task in rating]
-        if len(rated) != request.n:
-            raise OffbeatError(f"engine gave {len(rated)} of {request.n} samples")
-        return await combine(self.rewards, rated, attempt, self.config.train.min_scored)
-
-    async def _finish(self, prompt: Prompt, attempt: int, samples: list[Sample]) -> None:
-        async with self._changed:
-            if self._buffer.ready(prompt.ordinal, attempt):
-                deadline = self._buffer.deadline(prompt.ordinal)
-                self._groups[prompt.ordinal] = Group(prompt, attempt, deadline, tuple(samples))
-                self._ledger.scored(prompt.ordinal, attempt)
-                self._ledger.ready(prompt.ordinal, attempt)
-                self._record()
-                self._failures_in_a_row = 0
-                self._changed.notify_all()
-
-    async def _discard(self, ordinal: int, attempt: int, reason: str) -> None:
-        async with self._changed:
-            if not self._buffer.discard(ordinal, attempt):
-                return  # discarded before, as a straggler
-            self._ledger.discarded(ordinal, reason, attempt)
-            self._groups.pop(ordinal, None)
-            self._record()
-            self._discards += 1
-            self._failures_in_a_row += 1
-            self._changed.notify_all()
-        log.warning("group %d discarded: %s", ordinal, reason)
-        limit = max(3 * self._buffer.max_live, WINDOW // self.config.rollout.group_size)
-        if self._failures_in_a_row >= limit and not self.rewards.stalled:
-            raise RunFailed(f"{limit} groups on end were discarded, the last one for: {reason}")
 
     # -- what the trainer's side calls -----------------------------------------------------------
 
     async def batch(self, step: int) -> Batch:
         """The batch of `step`, read in the moment the step starts; empty when data has ended.
 
-        Idempotent: asking again for the newest step gives the same batch. Waits for stragglers up
-        to `train.straggler_patience_seconds`, then discards them by name.
+        Idempotent: asking again for a step that no checkpoint holds gives the same batch. Waits for
+        stragglers up to `train.straggler_patience_seconds`, then discards them by name.
 
         Raises `RunFailed` after `train.batch_deadline_seconds`, saying whom it waited for; time in
         which a reward source is down does not count, up to that source's patience.
         """
-        if self._batch is not None and self._batch.step == step:
-            return self._batch
+        if (recorded := await self.books.recorded(step)) is not None:
+            return recorded
         patience = self.config.train.straggler_patience_seconds
         give_up = time.monotonic() + self.config.train.batch_deadline_seconds
         stalled_before = self.rewards.stalled_seconds
@@ -260,31 +195,52 @@ class Rollouter:
                 if wait == patience:
                     await self._discard_stragglers(step)
         self._raise_failure()
-        groups = tuple(self._groups.pop(ordinal) for ordinal in ordinals)
-        self._batch = Batch(step, groups)
-        self._next_step = step + 1
-        if ordinals:
-            self._ledger.batched(ordinals, step)
-            await asyncio.wrap_future(self._store.put(self._ledger.drain()))
+        batch = await self.books.batch(step, ordinals)
         await self._notify()
-        return self._batch
+        return batch
 
     async def trained(self, step: int, flags: Mapping[int, Flag]) -> Counts:
         """Books a step as trained; `flags` says which groups had signal."""
-        self._ledger.trained(step, flags)
-        self._record()
+        counts = await self.books.trained(step, flags)
         self._anchors.trained(step + 1)
-        return self._ledger.counts()
+        return counts
 
     async def checkpointed(self, step: int) -> None:
-        """A checkpoint of version `step` is visible: earlier steps are final."""
-        self._ledger.checkpointed(step)
-        self._record()
+        """A checkpoint of version `step` is visible."""
+        await self.books.checkpointed(step)
+
+    async def next_step(self) -> int:
+        """The first step whose batch has not been chosen: the trainer redoes those before it."""
+        return self.books.next_step
+
+    async def redo(self, version: int) -> None:
+        """The trainer begins again with the weights of `version`."""
+        self.books.redo(version)
+
+    async def new_lineage(self) -> int:
+        """A lineage for a trainer that starts."""
+        return await self.books.new_lineage()
+
+    async def copy_ledger(self, path: Path) -> None:
+        """Writes the ledger as it is now to `path`, for a checkpoint."""
+        await self.books.copy_to(path)
+
+    async def ping(self) -> None:
+        """Answers, while the loop turns."""
+
+    async def restart(self, version: int, done: int) -> None:
+        """Not from inside: whoever starts it in a process of its own can start it again."""
+        raise RunFailed("the rollouter shares the driver's process, and ends with it")
 
     async def published(self, manifest: Manifest) -> int:
         """Loads a version into every engine; returns the floor then."""
         self._raise_failure()
-        return await self.sync.publish(manifest)
+        floor = await self.sync.publish(manifest)
+        await apoint("weights.floor")
+        if not self.lives.open.is_set():
+            self.lives.open.set()
+            await self._notify()
+        return floor
 
     async def validate(self) -> tuple[int, dict[str, float]]:
         """Held-out prompts answered by one version, through engines; its step, and metrics."""
@@ -323,7 +279,7 @@ class Rollouter:
         if self._validator is not None:
             drains.append(self._validator.drain_spans)
         spans = await spans_of(drains)
-        tally, self.tally = self.tally, Tally()
+        tally, self.lives.tally = self.lives.tally, Tally()
         return spans, self.sync.drain_reports(), tally
 
     async def stop(self) -> None:
@@ -341,13 +297,13 @@ class Rollouter:
 
     def _may_admit(self) -> bool:
         """A reward source that is down stops admission, not what is in flight."""
-        if self._sync is None or self.rewards.stalled:
+        if self._sync is None or self.rewards.stalled or not self.lives.open.is_set():
             return False
-        return not self._final() and self._buffer.can_admit(self.sync.floor, self._next_step)
+        return not self._final() and self._buffer.can_admit(self.sync.floor, self.books.next_step)
 
     def _final(self) -> bool:
         """No further prompt will come, short of one that replaces a discard."""
-        kept = self._next_ordinal - self._discards
+        kept = self._next_ordinal - self._discarded_before - self.lives.discards
         return self._next_ordinal >= self.prompts.total or kept >= self._wanted
 
     def _validator_of(self) -> Validator:
@@ -380,12 +336,9 @@ class Rollouter:
         for ordinal in late:
             row = self._ledger.row(ordinal)
             if row is not None and row.state == "admitted":
-                await self._discard(ordinal, row.attempt, "straggler")
+                await self.lives.discard(ordinal, row.attempt, "straggler")
                 if (task := self._tasks.get(ordinal)) is not None:
                     task.cancel()  # its seats and its judges are free at once
-
-    def _record(self) -> None:
-        self._store.put(self._ledger.drain())
 
     async def _notify(self) -> None:
         async with self._changed:

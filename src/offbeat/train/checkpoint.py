@@ -7,6 +7,7 @@ fsync, rename), so the previous one survives any crash, and the rename is the co
       config.json, model.safetensors, tokenizer.json, ...
       trainer/state.json       version, schedule position, `extra`, size of every file
       trainer/optimizer.pt     the optimizer's and the random generators' state
+      trainer/ledger.sqlite    a copy of the ledger, with the payload of unfinished groups
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from offbeat.errors import OffbeatError
 
 STATE = "trainer/state.json"
 OPTIMIZER = "trainer/optimizer.pt"
+LEDGER_COPY = "trainer/ledger.sqlite"
 FORMAT = 1
 _PARTIAL = "-partial-"
 _NAME = re.compile(r"step-(\d+)")
@@ -129,6 +131,11 @@ def newest_valid(folder: Path) -> Path | None:
             continue
         return path
     return None
+
+
+def version_of(path: Path) -> int:
+    """The step of a checkpoint's weights, from its name."""
+    return _step(path)
 
 
 def prune(folder: Path, keep: int) -> list[Path]:

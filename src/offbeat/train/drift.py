@@ -182,7 +182,8 @@ def _numerics(context: DriftContext, size: str) -> str:
     else:
         mend = 'rollout.dtype = "auto" computes in the trainer\'s'
     return (
-        f"engine numerics: the engine computes in {engine}, the trainer in {trainer}; {size}; {mend}"
+        f"engine numerics: the engine computes in {engine}, the trainer in {trainer}; {size}; "
+        f"{mend}"
     )
 
 

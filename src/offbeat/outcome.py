@@ -1,0 +1,32 @@
+"""What a run came to, and whether that is success (pure)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offbeat.errors import RunFailed
+from offbeat.ledger import Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a loop reached; `stopped`: it was asked to end before all steps were done."""
+
+    steps: int
+    counts: Counts
+    stopped: bool = False
+
+
+def checked(counts: Counts, steps: int, on_no_signal: str) -> None:
+    """Raises `RunFailed` for a run that came to its end and learnt nothing."""
+    lost = sum(counts["discarded"].values())
+    if steps == 0 or lost > counts["trained"]:
+        why = ", ".join(f"{reason} {n}" for reason, n in counts["discarded"].items())
+        raise RunFailed(
+            f"{lost} of {counts['admitted']} groups were discarded ({why}); {steps} steps are done"
+        )
+    if counts["no_signal"] == counts["trained"]:
+        raise RunFailed(
+            f"all {counts['trained']} groups trained were no_signal (equal rewards, see "
+            f'train.on_no_signal = "{on_no_signal}"): nothing was learnt in {steps} steps'
+        )

@@ -1,0 +1,131 @@
+"""A group as bytes: what the trainer needs to train it again, without data, engine or judge.
+
+Two parts, as they come to be: the *tokens* of all samples once they are generated, and the
+*rewards* once they are scored. Numbers come back bit for bit. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from offbeat.records import Completion, Group, Payload, Prompt, Reward, Sample
+
+FORMAT = 1
+_HEADER = struct.Struct("<II")  # format, bytes of the JSON that follows
+_COMPLETION = (
+    "request_id", "index", "text", "tokens", "version_min", "version_max", "finish_reason",
+)  # fmt: skip
+
+
+class RecordError(ValueError):
+    """Bytes that are no group of this version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """A group's samples without rewards; each completion's `ref` is its `Payload`."""
+
+    prompt_ids: np.ndarray[Any, np.dtype[np.int32]]
+    completions: tuple[Completion, ...]
+
+
+def pack_tokens(prompt: Prompt, completions: Sequence[Completion], payloads: Sequence[Payload]) -> (
+    bytes
+):  # fmt: skip
+    """The tokens of a group: completions in any order, `payloads` aligned with them."""
+    notes = [
+        {name: getattr(c, name) for name in _COMPLETION} | {"watched": list(c.watched)}
+        for c in completions
+    ]
+    head = {"prompt": len(prompt.token_ids), "lengths": [len(p.token_ids) for p in payloads]}
+    arrays = [np.ascontiguousarray(prompt.token_ids, np.int32)]
+    for payload in payloads:
+        arrays.append(np.ascontiguousarray(payload.token_ids, np.int32))
+        arrays.append(np.ascontiguousarray(payload.logprobs, np.float32))
+        arrays.append(np.ascontiguousarray(payload.versions, np.int32))
+    return _pack(head | {"completions": notes}, arrays)
+
+
+def unpack_tokens(data: bytes) -> Generated:
+    """The inverse; raises `RecordError`."""
+    head, body = _unpack(data)
+    flat = np.frombuffer(body, np.int32)
+    if len(flat) != head["prompt"] + 3 * sum(head["lengths"]):
+        raise RecordError("a recorded group has lost tokens")
+    prompt_ids, at = flat[: head["prompt"]], head["prompt"]
+    completions = []
+    for note, length in zip(head["completions"], head["lengths"], strict=True):
+        ids, logprobs, versions = (flat[at + i * length : at + (i + 1) * length] for i in range(3))
+        at += 3 * length
+        ref = Payload(ids, logprobs.view(np.float32), versions)
+        watched = tuple(note.pop("watched"))
+        completions.append(Completion(**note, ref=ref, watched=watched))
+    return Generated(prompt_ids, tuple(completions))
+
+
+def pack_rewards(samples: Sequence[Sample]) -> bytes:
+    """The rewards of a group's samples; judges' calls are kept elsewhere, as transcripts."""
+    rows = []
+    for sample in samples:
+        rewards = {}
+        for name, reward in sample.rewards.items():
+            values = asdict(reward)
+            values.pop("transcripts")
+            rewards[name] = {key: value for key, value in values.items() if value not in (None, "")}
+        rows.append(
+            {
+                "index": sample.completion.index,
+                "total": sample.total,
+                "parts": dict(sample.parts),
+                "vetoed": sample.vetoed,
+                "rewards": rewards,
+            }
+        )
+    return _pack({"samples": rows}, [])
+
+
+def unpack_group(
+    prompt: Prompt, attempt: int, deadline: int, tokens: bytes, rewards: bytes
+) -> Group:
+    """The scored group, its samples in the order in which they were scored."""
+    generated = unpack_tokens(tokens)
+    by_index = {completion.index: completion for completion in generated.completions}
+    head, _ = _unpack(rewards)
+    samples = tuple(
+        Sample(
+            by_index[row["index"]],
+            {name: _reward(values) for name, values in row["rewards"].items()},
+            row["total"],
+            row["parts"],
+            row["vetoed"],
+        )
+        for row in head["samples"]
+    )
+    return Group(prompt, attempt, deadline, samples)
+
+
+def _reward(values: Mapping[str, Any]) -> Reward:
+    return Reward(**values)
+
+
+def _pack(head: Mapping[str, Any], arrays: Sequence[np.ndarray[Any, Any]]) -> bytes:
+    text = json.dumps(head, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    return b"".join([_HEADER.pack(FORMAT, len(text)), text, *(array.tobytes() for array in arrays)])
+
+
+def _unpack(data: bytes) -> tuple[dict[str, Any], memoryview]:
+    try:
+        version, size = _HEADER.unpack_from(data)
+        if version != FORMAT:
+            raise RecordError(f"a recorded group has format {version}, not {FORMAT}")
+        head: dict[str, Any] = json.loads(data[_HEADER.size : _HEADER.size + size])
+    except (struct.error, ValueError) as error:
+        raise RecordError(f"a recorded group is damaged: {error}") from error
+    return head, memoryview(data)[_HEADER.size + size :]
