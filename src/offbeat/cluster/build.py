@@ -14,6 +14,7 @@ from offbeat.config import Config
 from offbeat.data import PromptSet, load_prompts, load_tokenizer
 from offbeat.errors import UserError
 from offbeat.faults import point
+from offbeat.rates import META_KEY, Rate, pack_rates
 from offbeat.records import Completion, GenerateRequest, PolicyVersion, Prompt, ScoreItem
 from offbeat.reward.anchor_files import anchors_of
 from offbeat.reward.anchors import Anchors
@@ -112,6 +113,7 @@ def make_trainer(config: Config, run: RunSpec, total_steps: int) -> Trainer:
         lineage=run.lineage,
         publish_folder=run.publish_folder,
         run_id=run.run_id,
+        rates=() if run.go_on is None else run.go_on.rates,
     )
 
 
@@ -231,7 +233,9 @@ class RolloutSide:
         """
         if self._prompts is None or self._rewards is None:
             raise RuntimeError("build comes after start")
-        books, restored = await asyncio.to_thread(self._open_books, self._prompts, go_on)
+        books, restored = await asyncio.to_thread(
+            self._open_books, self._prompts, go_on, total_steps
+        )
         validator = None
         if self._held_out:
             validator = Validator(
@@ -257,13 +261,18 @@ class RolloutSide:
         )
         return self.core
 
-    def _open_books(self, prompts: PromptSet, go_on: GoOn | None) -> tuple[Books, Restored | None]:
+    def _open_books(
+        self, prompts: PromptSet, go_on: GoOn | None, total_steps: int
+    ) -> tuple[Books, Restored | None]:
         """The ledger, which another process of this run may hold until it has ended."""
         wait = self.config.cluster.heartbeat_seconds
         self._store = store = Store(self.config.ledger_path, wait)
         books = Books(store, self.config.train, prompts.prompt)
         fingerprint = str(prompts.fingerprint())
+        rates = () if go_on is None else go_on.rates
+        rates += (Rate(None, self.config.train.learning_rate, total_steps),)
         if go_on is None:
+            store.put_meta(META_KEY, pack_rates(rates))
             store.put_meta("lineage", str(self.run_spec.lineage))
             store.put_meta("data", fingerprint).result()
             return books, None
@@ -274,6 +283,7 @@ class RolloutSide:
                 "began, and its order is part of the run; put it back, or begin another run"
             )
         if go_on.done is None:
+            store.put_meta(META_KEY, pack_rates(rates))
             store.put_meta("lineage", str(self.run_spec.lineage)).result()
         restored = books.restore(go_on.version, go_on.done)
         point("rollout.restored")

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -27,7 +27,8 @@ from offbeat.faults import apoint
 from offbeat.ledger import Counts
 from offbeat.loop import AsyncLoop
 from offbeat.outcome import Outcome
-from offbeat.store import StoreError, lock_file, read_meta
+from offbeat.rates import META_KEY, Rate, ended, unpack_rates
+from offbeat.store import StoreError, lock_file, read_meta, read_rows
 from offbeat.track.console import duration
 from offbeat.track.recorder import Recorder
 from offbeat.track.summary import FILE_NAME, RunStats, build_summary, write_summary
@@ -46,6 +47,8 @@ def train(config: Config, stream: TextIO | None = sys.stdout) -> int:
 
 def resume(config: Config, go_on: GoOn | None, stream: TextIO | None = sys.stdout) -> int:
     """Goes on with a run whose directory is there, as `train` does; None: it had not begun."""
+    if go_on is not None:
+        go_on = replace(go_on, rates=_rates(config))
     return _launch(config, stream, Resume(go_on))
 
 
@@ -143,6 +146,16 @@ def _lineage(config: Config) -> int:
     if not config.ledger_path.exists():
         return 0
     return int(read_meta(config.ledger_path).get("lineage", "-1")) + 1
+
+
+def _rates(config: Config) -> tuple[Rate, ...]:
+    """With what the steps were trained whose batches the ledger has recorded."""
+    path = config.ledger_path
+    if not path.exists():
+        return ()
+    recorded = [row.step for row in read_rows(path) if row.step is not None]
+    known = unpack_rates(read_meta(path).get(META_KEY, "[]"))
+    return ended(known, max(recorded, default=-1) + 1)
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from offbeat.config import Config, RewardSourceSection
 from offbeat.config_base import EngineName
+from offbeat.rates import Rate
 from offbeat.records import PolicyVersion
 from offbeat.reward.identity import source_seed
 
@@ -51,11 +52,13 @@ class ScorerSpec:
 @dataclass(frozen=True, slots=True)
 class GoOn:
     """Where a run goes on: from a checkpoint (None: from the model, at version 0). `done`: steps of
-    a trainer that lives, where only the rollouter starts again."""
+    a trainer that lives, where only the rollouter starts again. `rates`: with what the steps that
+    are recorded already were trained; `launch.resume` reads them from the ledger."""
 
     version: int
     checkpoint: Path | None
     done: int | None = None
+    rates: tuple[Rate, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ import torch
 from offbeat.config import Config
 from offbeat.errors import OffbeatError, RunFailed
 from offbeat.loss import policy_loss
+from offbeat.rates import Rate, rate_of
 from offbeat.records import Batch, Manifest, Payload, PolicyVersion, Span
 from offbeat.train import checkpoint
 from offbeat.train.batching import plan
@@ -45,10 +46,13 @@ class Trainer:
         lineage: int = 0,
         publish_folder: Path,
         run_id: str,
+        rates: Sequence[Rate] = (),
     ) -> None:
+        """`rates`: those of steps before the learning rate was changed, if it was."""
         self.config = config
         self.total_steps = total_steps
         self.lineage = lineage
+        self._rates = rates
         self._publish_folder = publish_folder
         self._run_id = run_id
         self._step = 0
@@ -249,12 +253,15 @@ class Trainer:
 
     def _learning_rate(self) -> float:
         train = self.config.train
+        now = rate_of(self._rates, self._step)
+        if now is None:
+            now = Rate(None, train.learning_rate, self.total_steps)
         return learning_rate(
             self._updates,
-            peak=train.learning_rate,
+            peak=now.learning_rate,
             warmup_steps=train.warmup_steps,
             schedule=train.schedule,
-            total_steps=self.total_steps,
+            total_steps=now.total_steps,
         )
 
     def _count_failures(self, samples: StepSamples, applied: bool) -> None:
