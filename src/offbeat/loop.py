@@ -101,12 +101,12 @@ class AsyncLoop:
                 try:
                     await self._revive(dead)
                     await self._session()
+                    await self._save(final=True)
+                    if not self.stopping.is_set():
+                        await self._last_validation()
                     break
                 except Exception as failure:  # boundary: a role that died is started again
                     self._note_death(failure, dead)
-            await self._save(final=True)
-            if not self.stopping.is_set():
-                await self._last_validation()
         except Exception as failure:  # boundary: whatever ends a run says how far it came
             error = first_of(failure)
             kind = UserError if isinstance(error, UserError) else RunFailed
@@ -307,6 +307,7 @@ class AsyncLoop:
             return
         path = self.config.run_dir / "checkpoints" / checkpoint_name(step)
         copy = self.config.run_dir / f".ledger-{step}.sqlite"
+        copy.unlink(missing_ok=True)  # of a driver that was killed here
         try:
             async with self._turn:
                 extra = {"counts": await self._rollouter("books", self.rollouter.counts())}
