@@ -1,13 +1,21 @@
 """Named points at which a test can break a process; free of cost while nothing is injected.
 
 `offbeat.testing.faults` plans what happens where. The roles call `point(name)` in threads, and
-`await apoint(name)` on an event loop, which may hang there without stopping the loop.
+`await apoint(name)` on an event loop, which may hang there without stopping the loop. A point that
+has just written something names it by `path`, so that a test can damage it.
+
+Processes started with the variable OFFBEAT_FAULTS read their plan there, at their first point.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Final
+
+VARIABLES: Final = ("OFFBEAT_FAULTS", "OFFBEAT_FAULTS_LOG")
+"""Of the environment: the plan as JSON, and the folder that remembers what fired."""
 
 POINTS: Final[dict[str, str]] = {
     "ledger.admitted": "a group is admitted, its row not yet committed",
@@ -50,25 +58,48 @@ POINTS: Final[dict[str, str]] = {
 }
 """What each point means: what has happened, and what has not."""
 
-_hook: Callable[[str], None] | None = None
-_ahook: Callable[[str], Awaitable[None]] | None = None
+Hook = Callable[[str, Path | None], None]
+AsyncHook = Callable[[str, Path | None], Awaitable[None]]
 
 
-def install(
-    hook: Callable[[str], None] | None, ahook: Callable[[str], Awaitable[None]] | None
-) -> None:
+def install(hook: Hook | None, ahook: AsyncHook | None) -> None:
     """Sets what points call; None ends it. For `offbeat.testing.faults`."""
     global _hook, _ahook
     _hook, _ahook = hook, ahook
 
 
-def point(name: str) -> None:
+def environment() -> dict[str, str]:
+    """The variables of a plan that this process was started with: for those that it starts."""
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
+
+
+def point(name: str, path: Path | None = None) -> None:
     """A point in a thread that may block."""
     if _hook is not None:
-        _hook(name)
+        _hook(name, path)
 
 
-async def apoint(name: str) -> None:
+async def apoint(name: str, path: Path | None = None) -> None:
     """A point on an event loop."""
     if _ahook is not None:
-        await _ahook(name)
+        await _ahook(name, path)
+
+
+def _first(name: str, path: Path | None) -> None:
+    _read_environment()
+    point(name, path)
+
+
+async def _afirst(name: str, path: Path | None) -> None:
+    _read_environment()
+    await apoint(name, path)
+
+
+def _read_environment() -> None:
+    from offbeat.testing.faults import FaultPlan
+
+    FaultPlan.from_environment().install()
+
+
+_hook: Hook | None = _first if VARIABLES[0] in os.environ else None
+_ahook: AsyncHook | None = _afirst if VARIABLES[0] in os.environ else None

@@ -21,6 +21,7 @@ from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from offbeat import faults
 from offbeat.cluster.plan import PoolPlan, check_packs, place_on, reserved, sizes
 from offbeat.errors import UserError
 
@@ -70,7 +71,7 @@ def process_env(threads: int, *, gpu: bool) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-    }
+    } | faults.environment()
     return env if gpu else env | {"CUDA_VISIBLE_DEVICES": ""}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offbeat.faults import apoint
 from offbeat.records import Completion, Prompt, Sample, ScoreItem
 from offbeat.reward.loop import RewardLoop, Rewards
 from offbeat.rollout.parts import GroupFailed, too_few
@@ -24,6 +25,7 @@ async def rate(loop: RewardLoop, prompt: Prompt, completion: Completion, attempt
     item = ScoreItem(
         prompt, completion.text, completion.finish_reason, completion.tokens, completion.index
     )
+    await apoint("reward.rate")
     rewards = await loop.rate(item, attempt=attempt)
     if spoilers := loop.spoils(rewards):
         raise GroupFailed(f"reward failed: {', '.join(spoilers)}")

@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 
 from offbeat.errors import RunFailed
+from offbeat.faults import apoint
 from offbeat.records import (
     Completion,
     EngineHealth,
@@ -177,6 +178,7 @@ class TransformersEngine:
         copy and, with `on_update="recompute"`, for computing the running samples' keys and values.
         """
         self._alive()
+        await apoint("engine.load")
         tensors = await asyncio.to_thread(self._load_manifest, manifest)
         loop = asyncio.get_running_loop()
         acknowledged: asyncio.Future[PolicyVersion] = loop.create_future()
@@ -185,7 +187,9 @@ class TransformersEngine:
             _call(loop, _settle, acknowledged, result)
 
         self._post(_Load(manifest, tensors, answer))
-        return await acknowledged
+        version = await acknowledged
+        await apoint("engine.loaded")
+        return version
 
     async def health(self) -> EngineHealth:
         """The version, and how many samples run and wait; raises what ended the engine."""

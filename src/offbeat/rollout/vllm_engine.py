@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from offbeat.errors import OffbeatError, RequestRefused, RunFailed
+from offbeat.faults import apoint
 from offbeat.records import (
     Completion,
     EngineHealth,
@@ -39,7 +40,7 @@ from offbeat.records import (
     Span,
 )
 from offbeat.rollout.stop_strings import StopStrings
-from offbeat.rollout.vllm_sample import Sample, Spans, check, samples_of
+from offbeat.rollout.vllm_sample import Sample, Spans, check, first_line, samples_of
 from offbeat.rollout.vllm_spans import StepMeter
 from offbeat.rollout.vllm_start import STOP_SECONDS, Started, start_on_thread
 
@@ -174,6 +175,7 @@ class VllmEngine:
         """
         started = self._alive()
         started.check(manifest)
+        await apoint("engine.load")
         await self._loading.acquire()
         try:
             await self._stage(started, manifest)
@@ -182,7 +184,7 @@ class VllmEngine:
             if isinstance(error, OffbeatError):
                 raise
             raise RunFailed(
-                f"{self._name} cannot load version {manifest.version}: {_first_line(error)}"
+                f"{self._name} cannot load version {manifest.version}: {first_line(error)}"
             ) from error
         except BaseException:
             self._loading.release()
@@ -191,6 +193,7 @@ class VllmEngine:
         self._swapping = asyncio.create_task(self._swap(started, manifest))
         self._swapping.add_done_callback(lambda _: self._loading.release())
         await asyncio.shield(self._swapping)
+        await apoint("engine.loaded")
         return manifest.version
 
     async def health(self) -> EngineHealth:
@@ -311,8 +314,8 @@ class VllmEngine:
         if isinstance(error, EngineDeadError) or started is None or started.llm.errored:
             return self._died()
         if isinstance(error, (VLLMClientError, ValueError)):
-            return RequestRefused(f"{sample.request.request_id}: {_first_line(error)}")
-        return RunFailed(f"{self._name}: {sample.request.request_id}: {_first_line(error)}")
+            return RequestRefused(f"{sample.request.request_id}: {first_line(error)}")
+        return RunFailed(f"{self._name}: {sample.request.request_id}: {first_line(error)}")
 
     # ---- a load ----
 
@@ -356,7 +359,7 @@ class VllmEngine:
             # Half a version may lie in the model: nothing may be generated with it.
             if self._error is None:
                 self._error = RunFailed(
-                    f"{self._name} failed to load version {manifest.version}: {_first_line(error)}"
+                    f"{self._name} failed to load version {manifest.version}: {first_line(error)}"
                 )
             for task in self._running.values():
                 task.cancel()  # vLLM tells nobody whose request it drops
@@ -392,8 +395,3 @@ def _versions_so_far(llm: Any, name: str) -> Spans | None:
         if state is not None:
             return list(state.weight_version_starts)
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300]

@@ -223,3 +223,9 @@ def _structured(structure: Structure | None) -> Any:
         regex=structure.regex,
         choice=list(structure.choices) or None,
     )
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line of at most 300 characters."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from offbeat.errors import RunFailed
+from offbeat.faults import apoint
 from offbeat.records import EngineHealth, Manifest, PolicyVersion
 
 log = logging.getLogger(__name__)
@@ -172,6 +173,7 @@ class WeightSync(Generic[E]):
         try:
             async with asyncio.timeout(self._deadline):
                 version = await engine.load(manifest)
+                await apoint("weights.acknowledged")
             if replica.engine is engine:  # else it was replaced meanwhile
                 replica.version, acknowledged = version, replica.routable
         except Exception as error:  # boundary: whatever ends an engine's load takes it out
