@@ -91,10 +91,10 @@ class Asking:
         self.trainer_is_well = True
         return found
 
-    async def rollouter(self, what: str, call: Awaitable[T], seconds: float = GRACE_SECONDS) -> T:
+    async def rollouter(self, what: str, call: Awaitable[T], seconds: float | None = None) -> T:
         """What the rollouter answers."""
         try:
-            return await within(seconds, f"the rollouter's {what}", call)
+            return await within(seconds or GRACE_SECONDS, f"the rollouter's {what}", call)
         except DeadlinePassed as late:
             raise RoleDied("rollouter", f"the rollouter hangs: {late}") from late
 

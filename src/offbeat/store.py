@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+from offbeat.errors import RunFailed
 from offbeat.faults import point
 from offbeat.ledger import Counts, Row, State
 
@@ -32,17 +33,19 @@ _TABLES = """
 CREATE TABLE IF NOT EXISTS groups (
   ordinal INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, state TEXT NOT NULL,
   step INTEGER, reason TEXT, deadline INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS payloads (
-  ordinal INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, tokens BLOB NOT NULL, rewards BLOB);
+CREATE TABLE IF NOT EXISTS tokens (
+  ordinal INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, packed BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS rewards (
+  ordinal INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, packed BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
-
+_PAYLOAD = ("tokens", "rewards")
 
 Bytes = Callable[[], bytes]
 """Makes bytes on the writer's thread."""
 
 
-class StoreError(ValueError):
+class StoreError(RunFailed):
     """The store is closed, failed earlier, is another process's, or its file is not one that this
     version can read."""
 
@@ -85,6 +88,7 @@ class Store:
 
     def __init__(self, path: Path | str, wait_seconds: float = 0.0) -> None:
         self.path = Path(path)
+        self.busy_seconds = 0.0  # CPU time that the writer has used
         self._lock_fd = lock_file(self.path, wait_seconds)
         try:
             self._db = _prepare(self.path)
@@ -109,10 +113,10 @@ class Store:
     ) -> Future[None]:
         """Queues rows, the newest for an ordinal winning; resolved once they are committed.
 
-        With them, in the same commit: a group's `tokens` (ordinal, attempt, what packs them on the
-        writer's thread), which replace those of an older attempt; its `rewards`, if the tokens of
-        this very attempt are there; ordinals to `release`, whose payload goes; and the step
-        `final_before` which that of trained groups goes.
+        With them, in the same commit: a group's `tokens` and its `rewards` (ordinal, attempt, what
+        packs them on the writer's thread), which replace those of an older attempt, and are read
+        together only if they are of the same one; ordinals to `release`, whose payload goes; and
+        the step `final_before` which that of trained groups goes.
 
         The future raises StoreError if the commit failed.
 
@@ -163,10 +167,11 @@ class Store:
             target.execute("BEGIN")
             for table in ("groups", "meta"):
                 target.execute(f"INSERT INTO {table} SELECT * FROM source.{table}")
-            target.execute(
-                "INSERT INTO payloads SELECT * FROM source.payloads WHERE ordinal IN (SELECT "
-                "ordinal FROM source.groups WHERE state NOT IN ('trained', 'discarded'))"
-            )
+            for table in _PAYLOAD:
+                target.execute(
+                    f"INSERT INTO {table} SELECT * FROM source.{table} WHERE ordinal IN (SELECT "
+                    "ordinal FROM source.groups WHERE state NOT IN ('trained', 'discarded'))"
+                )
             target.execute("COMMIT")
 
     def _submit(self, put: _Put) -> Future[None]:
@@ -183,21 +188,21 @@ class Store:
             puts, more = self._gather()
             if puts:
                 self._commit(puts)
+            self.busy_seconds = time.thread_time()
         self._db.close()
         os.close(self._lock_fd)
 
     def _gather(self) -> tuple[list[_Put], bool]:
+        """The puts of the next commit, and whether there will be more."""
         puts: list[_Put] = []
         item = self._queue.get()
-        until = time.monotonic() + GROUP_SECONDS
+        if item is not None:
+            time.sleep(GROUP_SECONDS)  # one wake-up for all that come meanwhile
         while item is not None:
             puts.append(item)
             try:
-                item = self._queue.get(timeout=max(0.0, until - time.monotonic()))
+                item = self._queue.get_nowait()
             except queue.Empty:
-                return puts, True
-            if time.monotonic() >= until and item is not None:
-                puts.append(item)
                 return puts, True
         return puts, False
 
@@ -206,7 +211,7 @@ class Store:
         if self._failure is None:
             try:
                 self._transact(live)
-            except (sqlite3.Error, OSError, OverflowError, ValueError) as error:
+            except Exception as error:  # boundary: whatever it is, whoever waits is told
                 self._failure = error
         for put in live:
             if self._failure is None:
@@ -217,43 +222,71 @@ class Store:
                 put.done.set_exception(failure)
 
     def _transact(self, puts: list[_Put]) -> None:
-        rows = [
-            (row.ordinal, row.attempt, row.state, row.step, row.reason, row.deadline)
-            for put in puts
-            for row in put.rows
-        ]
-        meta = [pair for put in puts for pair in put.meta]
+        work = _gathered(puts)
         point("store.before_commit")
-        with self._db:
-            self._db.execute("BEGIN IMMEDIATE")
-            self._db.executemany("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?)", rows)
-            self._db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta)
-            for put in puts:  # in their order: a retried group's tokens come after its first ones
-                self._put_payload(put)
+        with self._db as db:
+            db.execute("BEGIN IMMEDIATE")
+            db.executemany("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?)", work.rows)
+            db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", work.meta)
+            db.executemany("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?)", work.tokens)
+            db.executemany("INSERT OR REPLACE INTO rewards VALUES (?, ?, ?)", work.rewards)
+            if work.gone or work.final_before is not None:
+                point("store.before_release")
+            for table in _PAYLOAD:
+                db.executemany(f"DELETE FROM {table} WHERE ordinal = ?", work.gone)
+                if work.final_before is not None:
+                    db.execute(
+                        f"DELETE FROM {table} WHERE ordinal IN (SELECT ordinal FROM {table} JOIN "
+                        "groups USING (ordinal) WHERE state = 'trained' AND step < ?)",
+                        (work.final_before,),
+                    )
             point("store.in_commit")
         point("store.after_commit")
 
-    def _put_payload(self, put: _Put) -> None:
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What one commit writes, as the parameters of its statements."""
+
+    rows: list[tuple[int, int, str, int | None, str | None, int]]
+    meta: list[tuple[str, str]]
+    tokens: list[tuple[int, int, bytes]]
+    rewards: list[tuple[int, int, bytes]]
+    gone: list[tuple[int]]
+    final_before: int | None
+
+
+def _gathered(puts: Iterable[_Put]) -> _Work:
+    """All puts in their order: of each group the newest row, tokens and rewards alone."""
+    rows: dict[int, Row] = {}
+    meta: dict[str, str] = {}
+    tokens: dict[int, tuple[int, int, Bytes]] = {}
+    rewards: dict[int, tuple[int, int, Bytes]] = {}
+    gone: set[int] = set()
+    final_before: int | None = None
+    for put in puts:
+        for row in put.rows:
+            rows[row.ordinal] = row
+        meta.update(put.meta)
         if put.tokens is not None:
-            ordinal, attempt, pack = put.tokens
-            values = (ordinal, attempt, pack())
-            self._db.execute("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?, NULL)", values)
+            tokens[put.tokens[0]] = put.tokens
+            gone.discard(put.tokens[0])
         if put.rewards is not None:
-            ordinal, attempt, pack = put.rewards
-            self._db.execute(
-                "UPDATE payloads SET rewards = ? WHERE ordinal = ? AND attempt = ?",
-                (pack(), ordinal, attempt),
-            )
-        if put.release:
-            gone = [(ordinal,) for ordinal in put.release]
-            self._db.executemany("DELETE FROM payloads WHERE ordinal = ?", gone)
+            rewards[put.rewards[0]] = put.rewards
+        for ordinal in put.release:
+            tokens.pop(ordinal, None)
+            rewards.pop(ordinal, None)
+            gone.add(ordinal)
         if put.final_before is not None:
-            point("store.before_release")
-            self._db.execute(
-                "DELETE FROM payloads WHERE ordinal IN (SELECT ordinal FROM payloads JOIN groups "
-                "USING (ordinal) WHERE state = 'trained' AND step < ?)",
-                (put.final_before,),
-            )
+            final_before = max(put.final_before, final_before or 0)
+    return _Work(
+        [(r.ordinal, r.attempt, r.state, r.step, r.reason, r.deadline) for r in rows.values()],
+        list(meta.items()),
+        [(ordinal, attempt, pack()) for ordinal, attempt, pack in tokens.values()],
+        [(ordinal, attempt, pack()) for ordinal, attempt, pack in rewards.values()],
+        [(ordinal,) for ordinal in gone],
+        final_before,
+    )
 
 
 def read_rows(path: Path | str) -> list[Row]:
@@ -272,7 +305,10 @@ def read_rows(path: Path | str) -> list[Row]:
 def read_payloads(path: Path | str, ordinals: Iterable[int]) -> dict[int, Recorded]:
     """The committed payload of those of `ordinals` that have any. Raises: see `read_rows`."""
     found: dict[int, Recorded] = {}
-    query = "SELECT attempt, tokens, rewards FROM payloads WHERE ordinal = ?"
+    query = (
+        "SELECT t.attempt, t.packed, r.packed FROM tokens t LEFT JOIN rewards r "
+        "ON r.ordinal = t.ordinal AND r.attempt = t.attempt WHERE t.ordinal = ?"
+    )
     with _reader(Path(path)) as db:
         for ordinal in ordinals:
             row = db.execute(query, (ordinal,)).fetchone()

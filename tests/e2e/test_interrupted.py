@@ -240,7 +240,7 @@ async def run(
 
     rollouter = Rollouter(
         config, prompts=Prompts(), engines=[Witness(i, e, seen) for i, e in enumerate(raw)],
-        rewards=FakeRewards(), store=store, version=PolicyVersion(0, 0),  # type: ignore[arg-type]
+        rewards=FakeRewards(), books=Books(store, config.train, Prompts().prompt), version=PolicyVersion(0, 0),  # type: ignore[arg-type]
         total_steps=STEPS, replace=replace,
     )  # fmt: skip
     task = asyncio.create_task(rollouter.run())

@@ -128,8 +128,14 @@ class RecordingTrainer:
     async def publish(self) -> Manifest:
         return await self.inner.publish()
 
-    async def save(self, path: Path, extra: Mapping[str, Any]) -> None:
-        await self.inner.save(path, extra)
+    async def save(self, path: Path, extra: Mapping[str, Any], files: Mapping[str, Path]) -> None:
+        await self.inner.save(path, extra, files)
+
+    async def ping(self) -> None:
+        await self.inner.ping()
+
+    async def restart(self, lineage: int, checkpoint: Path | None) -> PolicyVersion:
+        return await self.inner.restart(lineage, checkpoint)
 
     async def drain_spans(self) -> list[Span]:
         return await self.inner.drain_spans()

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.unit.test_rollouter import (
     FakeEngine,
@@ -26,6 +27,7 @@ from offbeat.records import (
     Manifest,
     PolicyVersion,
     Progress,
+    Payload,
 )
 from offbeat.rollout import validation
 from offbeat.rollout.engine import Engine
@@ -85,6 +87,16 @@ def test_an_engine_that_dies_while_it_generates_leaves_routing_and_is_replaced(
     assert dead.asked < 20, "a dead engine is not asked again and again"
 
 
+def made(versions: list[int]) -> Payload:
+    """The token arrays of a sample whose tokens these versions made."""
+    count = len(versions)
+    return Payload(
+        np.arange(count, dtype=np.int32),
+        np.full(count, -0.5, np.float32),
+        np.array(versions, np.int32),
+    )
+
+
 class Teller(FakeEngine):
     """Makes four tokens of each sample, telling of each; with `mortal`, dies as soon as it has told
     of three groups that run."""
@@ -113,7 +125,7 @@ class Teller(FakeEngine):
                 self.dead = self.mortal and len(self.told) >= 3
                 yield Progress(name, index, len(tokens), tuple(tokens))
             self.told.discard(name)
-            yield Completion(name, index, "x", 4, min(tokens), max(tokens), "stop", tuple(tokens))
+            yield Completion(name, index, "x", 4, min(tokens), max(tokens), "stop", made(tokens))
 
     async def health(self) -> EngineHealth:
         self.alive()
@@ -157,7 +169,7 @@ def test_groups_go_on_from_their_tokens_in_the_same_attempt_and_are_scored_once(
     assert len(names) >= 3, "hardly anything was carried on: it shows nothing"
     assert names <= {f"{ordinal}.{attempt}" for ordinal, attempt in groups}
     assert len(samples) == rewards.seen == 80, "no sample that had ended was made or scored again"
-    assert all(len(sample.ref) == 4 for sample in samples)
+    assert all(len(sample.ref.versions) == 4 for sample in samples)
 
 
 def test_the_only_engine_dies_and_groups_wait_for_its_replacement(tmp_path: Path) -> None:

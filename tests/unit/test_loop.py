@@ -14,9 +14,11 @@ import pytest
 from tests.unit.test_rollouter import config_of
 
 from offbeat import loop as module
-from offbeat.errors import RewardsDown, RunFailed, UserError
+from offbeat import roles
+from offbeat.errors import RewardsDown, RoleDied, RunFailed, UserError
 from offbeat.ledger import Counts, Flag
-from offbeat.loop import AsyncLoop, Outcome
+from offbeat.loop import AsyncLoop
+from offbeat.outcome import Outcome
 from offbeat.records import (
     Batch,
     Completion,
@@ -42,7 +44,7 @@ class Fakes:
     def __init__(self, hook: Hook) -> None:
         self.hook = hook
         self.calls: list[str] = []
-        self.booked = 0
+        self.booked = self.next = 0
         self.saved: list[str] = []
 
     async def _call(self, name: str) -> None:
@@ -52,6 +54,7 @@ class Fakes:
 
     async def batch(self, step: int) -> Batch:
         await self._call("batch")
+        self.next = max(self.next, step + 1)
         prompt = Prompt(step, np.array([1], np.int32), "p", "p")
         return Batch(step, (Group(prompt, 0, step, ()),))
 
@@ -100,6 +103,28 @@ class Fakes:
 
     async def stop(self) -> None: ...
 
+    async def ping(self) -> None: ...
+
+    async def next_step(self) -> int:
+        await self._call("next_step")
+        return self.next
+
+    async def redo(self, version: int) -> None:
+        await self._call(f"redo {version}")
+        self.booked = version
+
+    async def new_lineage(self) -> int:
+        await self._call("new_lineage")
+        return self.calls.count("new_lineage")
+
+    async def copy_ledger(self, path: Path) -> None:
+        await self._call("copy_ledger")
+
+    async def restart(self, *where: Any) -> PolicyVersion:
+        """Of the rollouter with two numbers, of the trainer with a checkpoint."""
+        await self._call("restart " + " ".join(str(part) for part in where))
+        return PolicyVersion(1, 0)
+
     async def step(self, batch: Batch) -> StepResult:
         await self._call("step")
         numbers = {n: 0.0 for n in StepResult.__dataclass_fields__} | {"step": batch.step}
@@ -115,7 +140,7 @@ class Fakes:
         await self._call("answer")
         return PolicyVersion(0, self.calls.count("step")), []
 
-    async def save(self, path: Path, extra: Mapping[str, Any]) -> None:
+    async def save(self, path: Path, extra: Mapping[str, Any], files: Mapping[str, Path]) -> None:
         await self._call("save")
         self.saved.append(path.name)
 
@@ -128,12 +153,14 @@ def run(
     tmp_path: Path, hook: Hook, **train: Any
 ) -> tuple[Fakes, Outcome | Exception, dict[str, Any]]:
     """Six steps; what came of it, and the summary."""
+    restarts, loops = train.pop("max_restarts", 0), train.pop("loops", [])
     limit = {"deadline_seconds": train.pop("validation", 30.0)} | train.pop("validate", {})
     config = config_of(tmp_path, checkpoint_every=4, **train)
     config = config.model_copy(
         update={
             "data": config.data.model_copy(update={"validation": Path("v")}),
             "validation": config.validation.model_copy(update=limit),
+            "cluster": config.cluster.model_copy(update={"max_restarts": restarts}),
         }
     )
     config.run_dir.mkdir(parents=True)
@@ -145,7 +172,8 @@ def run(
     async def main() -> Outcome | Exception:
         async with asyncio.timeout(20):
             try:
-                return await AsyncLoop(config, fakes, fakes, recorder, 6).run()
+                loops.append(AsyncLoop(config, fakes, fakes, recorder, 6))
+                return await loops[0].run()
             except (RunFailed, UserError) as error:
                 return error
 
@@ -179,7 +207,7 @@ def test_the_last_version_is_published_validated_and_saved(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("call", "time", "steps"),
     [("step", 2, 2), ("batch", 3, 3), ("publish", 0, 1), ("published", 0, 1), ("save", 0, 0),
-     ("save", 2, 6), ("validate", 0, None), ("validate", 1, 6), ("trained", 1, 1)],
+     ("save", 2, 6), ("validate", 0, None), ("validate", 1, 6), ("trained", 1, 2)],
 )  # fmt: skip
 def test_whatever_fails_ends_the_run_with_its_cause_and_the_steps(
     tmp_path: Path, call: str, time: int, steps: int | None
@@ -254,6 +282,7 @@ def test_a_hung_rollouter_is_named_at_its_deadline(
     tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(roles, "GRACE_SECONDS", 0.3)
     monkeypatch.setattr(module, "LAST_SECONDS", 0.2)
 
     async def hook(name: str, before: int) -> None:
@@ -264,3 +293,61 @@ def test_a_hung_rollouter_is_named_at_its_deadline(
     _, outcome, _ = run(tmp_path, hook, **seconds)
     assert isinstance(outcome, RunFailed)
     assert "the rollouter's" in str(outcome)
+
+
+@pytest.mark.parametrize("call", ["step", "publish", "save"])
+def test_a_trainer_that_died_is_started_again_and_redoes_what_is_recorded(
+    tmp_path: Path, call: str
+) -> None:
+    """From version 0: no checkpoint of the fakes is on disk."""
+    hook = failing(call, 2, RoleDied("trainer", "the trainer's process has ended"))
+    fakes, outcome, summary = run(tmp_path, hook, max_restarts=1)
+    assert isinstance(outcome, Outcome)
+    assert outcome.steps == 6
+    assert fakes.calls.count("restart 1 None") == 1
+    again = fakes.calls.index("restart 1 None")
+    assert fakes.calls[again - 1] == "new_lineage", "the lineage is durable before any weights are"
+    assert fakes.calls[again + 1] == "redo 0"
+    assert "published" not in fakes.calls[again : again + 8], "what is redone is not published"
+    assert "restart 1 of 1" in (tmp_path / "r" / "metrics.jsonl").read_text()
+    assert fakes.calls[again:].count("published") >= 1
+
+
+def test_a_rollouter_that_died_is_started_again_beside_the_trainer_that_lives(
+    tmp_path: Path,
+) -> None:
+    hook = failing("batch", 3, RoleDied("rollouter", "the rollouter's process has ended"))
+    fakes, outcome, _ = run(tmp_path, hook, max_restarts=1)
+    assert isinstance(outcome, Outcome)
+    assert outcome.steps == 6
+    again = fakes.calls.index("restart 0 3")
+    assert fakes.calls[again + 1] == "trained", "its last step may not have been booked"
+    assert "redo 0" not in fakes.calls
+    assert fakes.calls.count("step") == 6
+
+
+def test_the_budget_of_restarts_ends_the_run(tmp_path: Path) -> None:
+    async def hook(call: str, before: int) -> None:
+        if call == "step" and before >= 1:
+            raise RoleDied("trainer", "the trainer's process has ended")
+
+    fakes, outcome, _ = run(tmp_path, hook, max_restarts=2)
+    assert isinstance(outcome, RunFailed)
+    assert "cluster.max_restarts = 2 are used up" in str(outcome)
+    assert sum(call.startswith("restart ") for call in fakes.calls) == 2
+
+
+@pytest.mark.parametrize("call", ["batch", "step", "published"])
+def test_a_loop_that_is_to_stop_ends_its_step_saves_and_says_so(tmp_path: Path, call: str) -> None:
+    loops: list[AsyncLoop] = []
+
+    async def hook(name: str, before: int) -> None:
+        if (name, before) == (call, 2):
+            loops[0].stopping.set()
+            await asyncio.sleep(60 if name != "step" else 0.05)
+
+    fakes, outcome, _ = run(tmp_path, hook, loops=loops)
+    assert isinstance(outcome, Outcome)
+    assert outcome.stopped
+    assert outcome.steps == fakes.calls.count("step") < 6
+    assert fakes.saved[-1] == f"step-{outcome.steps:06d}"

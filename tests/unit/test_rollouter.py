@@ -19,6 +19,7 @@ from offbeat.records import (
     GenerateRequest,
     Manifest,
     Payload,
+    Payload,
     PolicyVersion,
     Prompt,
     Reward,
@@ -26,6 +27,7 @@ from offbeat.records import (
     Span,
 )
 from offbeat.reward.loop import Scored
+from offbeat.rollout.books import Books
 from offbeat.rollout.engine import Engine
 from offbeat.rollout.rollouter import Rollouter
 from offbeat.store import Store, read_counts
@@ -40,6 +42,12 @@ class FakePrompts:
 
     def prompt(self, ordinal: int) -> Prompt:
         return Prompt(ordinal, np.array([1, 2], np.int32), "p", "p")
+
+
+def one_token(version: int) -> Payload:
+    """The token arrays of a sample that `version` made."""
+    ids = np.array([7], np.int32)
+    return Payload(ids, np.array([-0.5], np.float32), np.array([version], np.int32))
 
 
 class FakeEngine:
@@ -58,7 +66,9 @@ class FakeEngine:
         made_by = self.version.step
         for index in range(request.n):
             await self.behave(ordinal, attempt)
-            yield Completion(request.request_id, index, "x", 1, made_by, made_by, "stop", None)
+            yield Completion(
+                request.request_id, index, "x", 1, made_by, made_by, "stop", one_token(made_by)
+            )
 
     async def load(self, manifest: Manifest) -> PolicyVersion:
         await asyncio.sleep(self.load_seconds)
@@ -153,7 +163,7 @@ def drive(
             prompts=FakePrompts(total),
             engines=engines,
             rewards=rewards or FakeRewards(),  # type: ignore[arg-type]
-            store=store,
+            books=Books(store, config.train, FakePrompts(total).prompt),
             version=ZERO,
             total_steps=-(-total // config.train.groups_per_step),
             replace=replace or none,
