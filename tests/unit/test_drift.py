@@ -60,15 +60,18 @@ def said(stats: DriftStats, context: DriftContext = EXACT) -> str | None:
         (replace(OFF, version=7, fits={6: 0.05, 7: 0.06}), EXACT, "unexplained"),
         (
             replace(OFF, version=7, fits={6: 0.02, 7: 0.06}, like_engine=0.01),
-            ROUGH, "engine numerics",
+            ROUGH,
+            "engine numerics",
         ),
         (
             replace(OFF, version=7, fits={6: 0.002, 7: 0.06}, like_engine=0.01),
-            ROUGH, "weights not loaded",
+            ROUGH,
+            "weights not loaded",
         ),
         (
             replace(OFF, version=7, fits={6: 0.02, 7: 0.06}, like_engine=0.05),
-            ROUGH, "weights not loaded",
+            ROUGH,
+            "weights not loaded",
         ),
         (replace(OFF, mixed=0.3, unmixed=1e-5), KEEP, "stale KV cache"),
         (replace(OFF, mixed=0.3, unmixed=None), KEEP, "stale KV cache"),
