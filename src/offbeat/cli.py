@@ -1,4 +1,4 @@
-"""The command line: init, check, train, eval, score, plot, doctor.
+"""The command line: init, check, train, resume, eval, score, plot, doctor.
 
 Exit codes: 0 done; 2 something that the user mends, said in one sentence on stderr; 1 a run that
 failed or an error of ours; 130 interrupted. torch and Ray are imported where a model runs only.
@@ -36,11 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = _parser().parse_known_args(arguments)
     command: Command = options.command
     try:
-        if overrides and options.config is None:
+        if overrides and options.config is None and options.name != "resume":
             raise UserError(
                 f"unexpected argument {overrides[0]}; see offbeat {options.name} --help"
             )
-        if overrides and not options.config.exists():
+        if overrides and options.config is not None and not options.config.exists():
             raise UserError(
                 f"{options.config} does not exist; settings stand behind the file: offbeat "
                 f"{options.name} CONFIG {overrides[0]} ..."
@@ -99,6 +99,9 @@ def _parser() -> argparse.ArgumentParser:
         help="check for a cluster that is not here: N GPUs, or NODES nodes of N (2x8)",
     )  # fmt: skip
     add("train", _train, "check and train")
+    go_on = add("resume", _resume, "go on with a run that has ended or was killed", config=False)
+    go_on.add_argument("run_dir", type=Path, metavar="RUN", help="its directory, or name in runs/")
+    go_on.epilog = "settings that do no harm can follow: --section.key value"
     evaluate = add("eval", _eval, "validation of a model directory")
     evaluate.add_argument("--model", type=Path, help="model directory; default: [model].path")
     _add_score(add("score", _score, "score a file of answers with a run's reward sources"))
@@ -174,6 +177,13 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     from offbeat.cluster import launch
 
     return launch.train(config)
+
+
+def _resume(options: argparse.Namespace, overrides: list[str]) -> int:
+    from offbeat.cli_resume import resume
+
+    note = partial(print, "offbeat:", file=sys.stderr)
+    return resume(options.run_dir, overrides, print, note)
 
 
 def _eval(options: argparse.Namespace, overrides: list[str]) -> int:

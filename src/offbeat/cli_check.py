@@ -39,16 +39,25 @@ from offbeat.reward.function_style import SHAPES, Outcome
 
 
 def preflight(
-    config: Config, say: Say, warn: Say | None = None, assumed: Assumed | None = None
+    config: Config,
+    say: Say,
+    warn: Say | None = None,
+    assumed: Assumed | None = None,
+    *,
+    new: bool = True,
 ) -> None:
     """Checks everything that can be checked without starting anything; raises `UserError`.
 
     `warn` is told what a run goes on without; by default it is `say`. With `assumed` the run is
-    for another cluster: what is not on this machine is left out and said.
+    for another cluster: what is not on this machine is left out and said. `new`: its directory
+    must not be there yet.
     """
     say(settings_text(config))
-    if config.run_dir.exists():
-        raise UserError(f"run name exists: {config.run_dir}; choose another with --run")
+    if new and config.run_dir.exists():
+        raise UserError(
+            f"run name exists: {config.run_dir}; choose another with --run, or go on with it: "
+            f"offbeat resume {config.run_dir}"
+        )
     check_devices(config, say, assumed)
     check_engines(config, say, assumed=assumed is not None)
     elsewhere = assumed is not None

@@ -27,11 +27,13 @@ Origins = dict[str, str]
 S = TypeVar("S", bound=Section)
 
 
-def load_config(path: Path, overrides: Sequence[str] = (), *, files: bool = True) -> Config:
+def load_config(
+    path: Path, overrides: Sequence[str] = (), *, files: bool = True, base: Path | None = None
+) -> Config:
     """The configuration of `path` with `--section.key value` overrides put in.
 
-    Relative paths, also those of overrides, are relative to the file's folder. `files=False`
-    leaves out whether the files and directories that it names exist.
+    Relative paths, also those of overrides, are relative to `base`, by default the file's folder.
+    `files=False` leaves out whether the files and directories that it names exist.
     """
     raw = _read(path)
     origins = _apply(raw, parse_overrides(overrides))
@@ -40,7 +42,7 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, files: bool = True
         config = Config.model_validate(raw)
     except ValidationError as error:
         raise UserError(_sentence(error, raw, path, origins)) from None
-    config = _resolved(config, path.parent.resolve())
+    config = _resolved(config, path.parent.resolve() if base is None else base)
     if files:
         check_files(config, path)
     return config
