@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 REWARD ?= all
 ENGINE ?= transformers
+WORKERS ?= 2
 PLATFORM := $(shell uname -s)-$(shell uname -m)
 VLLM_PLATFORM := Linux-x86_64
 VLLM := $(if $(filter $(VLLM_PLATFORM),$(PLATFORM)),$(VENV)/.vllm)
@@ -28,7 +29,7 @@ demo-table: $(VENV)/.demo  ## the four runs of the README's table, one after ano
 	for reward in all rule judge scorer; do $(BIN)/python -m examples.max_of_three.demo --reward $$reward --evaluate || exit 1; done
 
 test: $(VENV)/.dev $(VLLM)  ## every test; those of vLLM skip where it has no build, or with VLLM=
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 check: $(VENV)/.dev  ## lint, types, import contracts, length budgets
 	$(BIN)/ruff check .
