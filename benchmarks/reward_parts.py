@@ -30,6 +30,7 @@ from offbeat.records import (
     Span,
 )
 from offbeat.reward.loop import RewardLoop
+from offbeat.rollout.books import Books
 from offbeat.rollout.engine import Engine
 from offbeat.rollout.rollouter import Rollouter
 from offbeat.store import Store
@@ -248,9 +249,10 @@ async def rollouter(
     async def none(index: int) -> Engine:
         raise AssertionError(f"engine {index} is to be replaced")
 
-    store = Store(folder / "ledger.sqlite")
+    store, prompts = Store(folder / "ledger.sqlite"), Prompts()
+    books = Books(store, config.train, prompts.prompt)
     core = Rollouter(
-        config, prompts=Prompts(), engines=[engine], rewards=loop, store=store, version=START,
+        config, prompts=prompts, engines=[engine], rewards=loop, books=books, version=START,
         total_steps=10**8, replace=none,
     )  # fmt: skip
     running = asyncio.create_task(core.run())

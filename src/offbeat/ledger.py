@@ -184,7 +184,7 @@ class Ledger:
         rows = [self._expect(ordinal, ("ready",), f"batched({step})") for ordinal in ordinals]
         self._batches[step] = list(ordinals)
         for row in rows:
-            self._record(replace(row, state="batched", step=step))
+            self._record(Row(row.ordinal, row.attempt, "batched", step, None, row.deadline))
 
     def trained(self, step: int, flags: Mapping[int, Flag]) -> None:
         """`batched(step) -> trained(step)` for the whole batch; `flags` says who had signal.
@@ -203,7 +203,8 @@ class Ledger:
         for row in rows:
             self._trained += 1
             self._no_signal += flags[row.ordinal] == "no_signal"
-            self._record(replace(row, state="trained", reason=flags[row.ordinal]))
+            flag = flags[row.ordinal]
+            self._record(Row(row.ordinal, row.attempt, "trained", step, flag, row.deadline))
 
     def discarded(self, ordinal: int, reason: str, attempt: int | None = None) -> bool:
         """Any live state `-> discarded(reason)`, which is final at once.
@@ -327,7 +328,7 @@ class Ledger:
         if self._late(ordinal, attempt, target):
             return False
         row = self._expect(ordinal, (source,), target)
-        self._record(replace(row, state=target))
+        self._record(Row(ordinal, attempt, target, None, None, row.deadline))
         return True
 
     def _late(self, ordinal: int, attempt: int, arrow: str) -> bool:

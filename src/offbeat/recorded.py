@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,7 @@ from offbeat.records import Completion, Group, Payload, Prompt, Reward, Sample
 
 FORMAT = 1
 _HEADER = struct.Struct("<II")  # format, bytes of the JSON that follows
-_COMPLETION = (
-    "request_id", "index", "text", "tokens", "version_min", "version_max", "finish_reason",
-)  # fmt: skip
+_JSON = json.JSONEncoder(separators=(",", ":"))
 
 
 class RecordError(ValueError):
@@ -39,10 +37,7 @@ def pack_tokens(prompt: Prompt, completions: Sequence[Completion], payloads: Seq
     bytes
 ):  # fmt: skip
     """The tokens of a group: completions in any order, `payloads` aligned with them."""
-    notes = [
-        {name: getattr(c, name) for name in _COMPLETION} | {"watched": list(c.watched)}
-        for c in completions
-    ]
+    notes = [_note(completion) for completion in completions]
     head = {"prompt": len(prompt.token_ids), "lengths": [len(p.token_ids) for p in payloads]}
     arrays = [np.ascontiguousarray(prompt.token_ids, np.int32)]
     for payload in payloads:
@@ -71,22 +66,16 @@ def unpack_tokens(data: bytes) -> Generated:
 
 def pack_rewards(samples: Sequence[Sample]) -> bytes:
     """The rewards of a group's samples; judges' calls are kept elsewhere, as transcripts."""
-    rows = []
-    for sample in samples:
-        rewards = {}
-        for name, reward in sample.rewards.items():
-            values = asdict(reward)
-            values.pop("transcripts")
-            rewards[name] = {key: value for key, value in values.items() if value not in (None, "")}
-        rows.append(
-            {
-                "index": sample.completion.index,
-                "total": sample.total,
-                "parts": dict(sample.parts),
-                "vetoed": sample.vetoed,
-                "rewards": rewards,
-            }
-        )
+    rows = [
+        {
+            "index": sample.completion.index,
+            "total": sample.total,
+            "parts": dict(sample.parts),
+            "vetoed": sample.vetoed,
+            "rewards": {name: _told(reward) for name, reward in sample.rewards.items()},
+        }
+        for sample in samples
+    ]
     return _pack({"samples": rows}, [])
 
 
@@ -100,7 +89,7 @@ def unpack_group(
     samples = tuple(
         Sample(
             by_index[row["index"]],
-            {name: _reward(values) for name, values in row["rewards"].items()},
+            {name: Reward(**values) for name, values in row["rewards"].items()},
             row["total"],
             row["parts"],
             row["vetoed"],
@@ -110,12 +99,38 @@ def unpack_group(
     return Group(prompt, attempt, deadline, samples)
 
 
-def _reward(values: Mapping[str, Any]) -> Reward:
-    return Reward(**values)
+def _note(completion: Completion) -> dict[str, Any]:
+    """A completion without its `ref`."""
+    return {
+        "request_id": completion.request_id,
+        "index": completion.index,
+        "text": completion.text,
+        "tokens": completion.tokens,
+        "version_min": completion.version_min,
+        "version_max": completion.version_max,
+        "finish_reason": completion.finish_reason,
+        "watched": list(completion.watched),
+    }
+
+
+def _told(reward: Reward) -> dict[str, Any]:
+    """A reward without its transcripts, and without what is as it is by default."""
+    values = {
+        "source": reward.source,
+        "status": reward.status,
+        "value": reward.value,
+        "cause": reward.cause,
+        "reason": reward.reason or None,
+        "raw": reward.raw or None,
+        "retries": reward.retries or None,
+        "token_index": reward.token_index,
+        "spread": reward.spread,
+    }
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _pack(head: Mapping[str, Any], arrays: Sequence[np.ndarray[Any, Any]]) -> bytes:
-    text = json.dumps(head, separators=(",", ":")).encode("ascii")
+    text = _JSON.encode(head).encode("ascii")
     text += b" " * (-len(text) % 8)
     return b"".join([_HEADER.pack(FORMAT, len(text)), text, *(array.tobytes() for array in arrays)])
 

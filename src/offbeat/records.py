@@ -6,6 +6,7 @@ the rollouter's loop; what the rollouter handles is a `Completion` note with a `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -184,7 +185,7 @@ class Reward:
     @classmethod
     def scored(cls, source: str, value: float, **more: Any) -> Reward:
         """A finite value; a non-finite one becomes failed(non_finite)."""
-        if not np.isfinite(value):
+        if not math.isfinite(value):
             return cls(source, "failed", cause="non_finite", **more)
         return cls(source, "scored", value=float(value), **more)
 

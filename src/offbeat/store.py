@@ -178,6 +178,7 @@ class Store:
         with self._lock:
             if self._closed:
                 raise StoreError(f"{self.path} is closed")
+            put.done.set_running_or_notify_cancel()  # whoever stops waiting leaves no hole
             self._queue.put(put)
         return put.done
 
@@ -207,13 +208,12 @@ class Store:
         return puts, False
 
     def _commit(self, puts: list[_Put]) -> None:
-        live = [put for put in puts if put.done.set_running_or_notify_cancel()]
         if self._failure is None:
             try:
-                self._transact(live)
+                self._transact(puts)
             except Exception as error:  # boundary: whatever it is, whoever waits is told
                 self._failure = error
-        for put in live:
+        for put in puts:
             if self._failure is None:
                 put.done.set_result(None)
             else:

@@ -41,7 +41,7 @@ class Books:
     """Where every group stands, in memory and on disk. `prompt_of` gives an ordinal's prompt."""
 
     def __init__(self, store: Store, train: TrainSection, prompt_of: PromptOf) -> None:
-        self._store = store
+        self.store = store
         self._prompt_of = prompt_of
         self._keep_batches = train.keep_batches
         self.buffer = Buffer(train.max_staleness, train.groups_per_step)
@@ -59,14 +59,14 @@ class Books:
         `done`: steps of a trainer that lives; None: it begins at `version` and redoes the rest.
         Groups that do not fit into the bound any more are discarded by name.
         """
-        rows = self._store.read_all()
+        rows = self.store.read_all()
         self._saved = version
         self.ledger = Ledger.restore(rows, version, done)
         recorded = self.ledger.batches()
         self.next_step = max([version, done or 0, *(step + 1 for step in recorded)])
         found = Restored(next_ordinal=max((row.ordinal + 1 for row in rows), default=0))
         live = [row for row in self.ledger.live_rows() if row.step is None]
-        payloads = self._store.payloads(row.ordinal for row in live)
+        payloads = self.store.payloads(row.ordinal for row in live)
         for row in live:
             self._put_back(row, payloads.get(row.ordinal), found)
         found.discards = sum(self.ledger.counts()["discarded"].values())
@@ -117,7 +117,7 @@ class Books:
             return False
         await apoint("ledger.generated")
         pack = partial(pack_tokens, prompt, completions, payloads)
-        self._store.put(self.ledger.drain(), tokens=(prompt.ordinal, attempt, pack))
+        self.store.put(self.ledger.drain(), tokens=(prompt.ordinal, attempt, pack))
         return True
 
     async def ready(self, prompt: Prompt, attempt: int, samples: Sequence[Sample]) -> bool:
@@ -133,7 +133,7 @@ class Books:
         self.ledger.scored(prompt.ordinal, attempt)
         self.ledger.ready(prompt.ordinal, attempt)
         pack = partial(pack_rewards, group.samples)
-        self._store.put(self.ledger.drain(), rewards=(prompt.ordinal, attempt, pack))
+        self.store.put(self.ledger.drain(), rewards=(prompt.ordinal, attempt, pack))
         return True
 
     async def retry(self, ordinal: int, attempt: int, floor: int) -> int | None:
@@ -160,7 +160,7 @@ class Books:
         self.ledger.discarded(ordinal, reason, attempt)
         self._groups.pop(ordinal, None)
         await apoint("ledger.discarded")
-        self._store.put(self.ledger.drain(), release=(ordinal,))
+        self.store.put(self.ledger.drain(), release=(ordinal,))
         return True
 
     async def batch(self, step: int, ordinals: Sequence[int]) -> Batch:
@@ -171,7 +171,7 @@ class Books:
         if ordinals:
             self.ledger.batched(ordinals, step)
             await apoint("ledger.batched")
-            await asyncio.wrap_future(self._store.put(self.ledger.drain()))
+            await asyncio.wrap_future(self.store.put(self.ledger.drain()))
             await apoint("ledger.batch_committed")
         return self._batch
 
@@ -185,7 +185,7 @@ class Books:
                 raise OffbeatError(f"the batch of step {step} is final: it is not kept any more")
             return None
         rows = [row for o in ordinals if (row := self.ledger.row(o)) is not None]
-        payloads = await asyncio.to_thread(self._store.payloads, ordinals)
+        payloads = await asyncio.to_thread(self.store.payloads, ordinals)
         missing = [o for o in ordinals if o not in payloads or payloads[o].rewards is None]
         if missing:
             raise OffbeatError(f"step {step}: the payload of groups {missing} is lost")
@@ -210,7 +210,7 @@ class Books:
         if before == self._saved:
             return
         self.ledger.checkpointed(before)
-        self._store.put(self.ledger.drain(), final_before=None if self._keep_batches else before)
+        self.store.put(self.ledger.drain(), final_before=None if self._keep_batches else before)
 
     def redo(self, version: int) -> None:
         """The trainer begins again with `version`: later steps are to be trained once more."""
@@ -219,16 +219,16 @@ class Books:
 
     async def new_lineage(self) -> int:
         """A lineage that no weights had, durable before any have it."""
-        meta = await asyncio.to_thread(self._store.meta)
+        meta = await asyncio.to_thread(self.store.meta)
         lineage = int(meta.get("lineage", "-1")) + 1
-        await asyncio.wrap_future(self._store.put_meta("lineage", str(lineage)))
+        await asyncio.wrap_future(self.store.put_meta("lineage", str(lineage)))
         return lineage
 
     async def copy_to(self, path: Path) -> None:
         """Writes all that was booked so far to `path`, as one file."""
-        await asyncio.wrap_future(self._store.put(self.ledger.drain()))
-        await asyncio.to_thread(self._store.copy_to, path)
+        await asyncio.wrap_future(self.store.put(self.ledger.drain()))
+        await asyncio.to_thread(self.store.copy_to, path)
         await apoint("ledger.copied")
 
     def _record(self) -> None:
-        self._store.put(self.ledger.drain())
+        self.store.put(self.ledger.drain())

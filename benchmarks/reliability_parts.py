@@ -1,0 +1,184 @@
+"""Parts of the reliability benchmark: an engine that answers at once, runs of bookkeeping alone."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import AsyncGenerator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from reward_parts import Length, SleepingEngine, rollouter
+
+from offbeat.config import Config, RewardSourceSection
+from offbeat.ledger import Row
+from offbeat.records import Completion, GenerateRequest, Manifest, Payload, PolicyVersion
+from offbeat.reward.loop import RewardLoop
+from offbeat.rollout.engine import Engine
+from offbeat.rollout.rollouter import Rollouter
+from offbeat.store import Store
+
+TOKENS = 64
+GROUPS_PER_STEP = 64
+STALENESS = 2
+CHECKPOINT_EVERY = 10
+TEXT = "Three and four are seven, and seven and one are eight. " * 4
+
+
+class ReadyEngine(SleepingEngine):
+    """Answers at once, every token by the version that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0, 1)
+        rng = np.random.default_rng(0)
+        self._ids = rng.integers(0, 2**15, TOKENS, dtype=np.int32)
+        self._logprobs = -rng.random(TOKENS, dtype=np.float32)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Completion, None]:
+        """All samples, one after another."""
+        step = self._version.step
+        for index in range(request.n):
+            ref = Payload(self._ids, self._logprobs, np.full(TOKENS, step, np.int32))
+            yield Completion(request.request_id, index, TEXT, TOKENS, step, step, "stop", ref)
+
+
+@dataclass(frozen=True, slots=True)
+class Turnover:
+    """What a run of nothing but bookkeeping came to, its first part left out.
+
+    `groups` were trained in `seconds`; the process used `cpu` seconds meanwhile and the store's
+    thread `store` of them. `stall` is the loop's longest, in seconds. `overhead` are the file's
+    bytes a group besides the payload, of `kept` groups whose payload is all there.
+    """
+
+    groups: int
+    seconds: float
+    cpu: float
+    store: float
+    stall: float
+    overhead: float
+    kept: int
+
+
+def settings(folder: Path, group_size: int, *, keep_batches: bool) -> Config:
+    """A run of many small groups."""
+    return Config.model_validate(
+        {
+            "run": "benchmark",
+            "runs_dir": str(folder),
+            "model": {"path": "none"},
+            "data": {"train": "none"},
+            "rollout": {"group_size": group_size, "max_tokens": TOKENS},
+            "train": {
+                "groups_per_step": GROUPS_PER_STEP,
+                "max_staleness": STALENESS,
+                "keep_batches": keep_batches,
+            },
+            "reward": {"length": {"kind": "function", "function": "none.py:none"}},
+        }
+    )
+
+
+async def turn_over(
+    folder: Path,
+    group_size: int,
+    *,
+    warm: float,
+    seconds: float,
+    keep_batches: bool = False,
+    engine: Engine | None = None,
+) -> Turnover:
+    """The trainer's side takes, books and publishes, as fast as it is given batches."""
+    config = settings(folder, group_size, keep_batches=keep_batches)
+    section = RewardSourceSection.model_validate({"kind": "function", "function": "none.py:none"})
+    loop = await RewardLoop.create({"length": Length()}, {"length": section})
+    async with rollouter(config, engine or ReadyEngine(), loop, folder) as core:
+        step, _ = await _steps(core, 0, warm)
+        await core.drain()
+        store = core.books.store
+        cpu, busy, begun = time.process_time(), store.busy_seconds, time.monotonic()
+        last, stall = await _steps(core, step, seconds)
+        used = time.process_time() - cpu, store.busy_seconds - busy
+        lasted = time.monotonic() - begun
+    await loop.stop()
+    kept, overhead = overhead_of(folder / "ledger.sqlite")
+    groups = (last - step) * GROUPS_PER_STEP
+    return Turnover(groups, lasted, *used, stall, overhead, kept)
+
+
+async def pace(folder: Path, group_size: int, seconds: float) -> Turnover:
+    """The same with an engine that takes its time, as a small run's does."""
+    return await turn_over(
+        folder, group_size, warm=1.0, seconds=seconds, engine=SleepingEngine(0.4, 8)
+    )
+
+
+async def _steps(core: Rollouter, step: int, seconds: float) -> tuple[int, float]:
+    """Trains for so long; the next step, and the loop's longest stall."""
+    until, stall = time.monotonic() + seconds, 0.0
+    while time.monotonic() < until:
+        batch = await core.batch(step)
+        await core.trained(step, {group.prompt.ordinal: "signal" for group in batch.groups})
+        step += 1
+        await core.published(Manifest(PolicyVersion(0, step), "full", "", {}))
+        if step % CHECKPOINT_EVERY == 0:
+            await core.checkpointed(step)
+            stall = max(stall, (await core.drain())[2].loop_lag_seconds)
+    return step, max(stall, (await core.drain())[2].loop_lag_seconds)
+
+
+def overhead_of(path: Path) -> tuple[int, float]:
+    """Groups whose payload is in a closed ledger file, and the file's bytes a group besides it."""
+    with closing(sqlite3.connect(path)) as db:
+        rows, size = db.execute(
+            "SELECT COUNT(*), SUM(LENGTH(t.packed) + LENGTH(r.packed)) FROM tokens t "
+            "JOIN rewards r USING (ordinal)"
+        ).fetchone()
+        (groups,) = db.execute("SELECT COUNT(*) FROM groups").fetchone()
+    return rows, (path.stat().st_size - (size or 0)) / groups
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Seconds until puts were durable, and those of the same commits without a store."""
+
+    store: list[float]
+    disk: list[float]
+
+
+PUTS = 400
+PAUSE_SECONDS = 0.003
+BLOB = bytes(4000)
+
+
+def commits(folder: Path) -> Waits:
+    """Puts a row and a payload every few milliseconds, and does the same by hand."""
+    store = Store(folder / "commits.sqlite")
+    waits: list[float] = []
+    pending = []
+    for ordinal in range(PUTS):
+        begun = time.perf_counter()
+        row = Row(ordinal, 0, "generated", None, None, 1)
+        put = store.put([row], tokens=(ordinal, 0, lambda: BLOB))
+        put.add_done_callback(lambda _, begun=begun: waits.append(time.perf_counter() - begun))
+        pending.append(put)
+        time.sleep(PAUSE_SECONDS)
+    for put in pending:
+        put.result(timeout=60)
+    store.close()
+    return Waits(sorted(waits), sorted(_by_hand(folder / "hand.sqlite")))
+
+
+def _by_hand(path: Path) -> list[float]:
+    took = []
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=NORMAL")
+        db.execute("CREATE TABLE t (ordinal INTEGER PRIMARY KEY, payload BLOB)")
+        for ordinal in range(PUTS):
+            begun = time.perf_counter()
+            db.execute("INSERT INTO t VALUES (?, ?)", (ordinal, BLOB))
+            took.append(time.perf_counter() - begun)
+    return took
