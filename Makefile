@@ -20,7 +20,7 @@ ifneq ($(and $(filter vllm,$(ENGINE)),$(filter-out $(VLLM_PLATFORM),$(PLATFORM))
 $(error vLLM has no build for $(PLATFORM); leave ENGINE=vllm out here)
 endif
 
-.PHONY: demo demo-table test check bench bench-rewards clean
+.PHONY: demo demo-table test check bench bench-rewards faults soak mutations clean
 
 demo: $(VENV)/.demo $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)  ## a pretrained model learns from a judge, a scorer and a rule at once; ENGINE=vllm: on vLLM
 	$(BIN)/python -m examples.max_of_three.demo --reward $(REWARD) --engine $(ENGINE)
@@ -40,6 +40,15 @@ check: $(VENV)/.dev  ## lint, types, import contracts, length budgets
 
 bench: $(VENV)/.dev  ## the engine against model.generate
 	$(BIN)/python benchmarks/engine.py
+
+faults: $(VENV)/.dev  ## a kill at every named point of a run, on Ray and in one process
+	$(BIN)/python -m pytest tests/faults -m faults
+
+soak: $(VENV)/.dev  ## half an hour in which a process is killed every 20 seconds
+	$(BIN)/python -m tests.faults.soak
+
+mutations: $(VENV)/.dev  ## takes safeguards out of the code, one by one: a test must notice each
+	$(BIN)/python -m tests.mutations
 
 bench-rewards: $(VENV)/.dev  ## rewards beside generation: 1,000 judge calls at once, a slow judge, overlap
 	$(BIN)/python benchmarks/rewards.py
