@@ -13,8 +13,9 @@ from offbeat.records import Batch, Reward, Span
 from offbeat.track.console import Console
 from offbeat.track.drift import DriftWatch
 from offbeat.track.health import Health
-from offbeat.track.metrics import MetricsWriter, TelemetryBoundary
+from offbeat.track.metrics import FILE_NAME, MetricsWriter, TelemetryBoundary, read_metrics
 from offbeat.track.samples import SampleWriter
+from offbeat.track.summary import FILE_NAME as SUMMARY
 from offbeat.track.summary import RunStats, build_summary, write_summary
 from offbeat.track.truth import TruthWatch
 
@@ -73,6 +74,8 @@ class SyncFacts(Protocol):
     def end(self) -> float: ...
     @property
     def acknowledged(self) -> bool: ...
+    @property
+    def lineage(self) -> int: ...
 
 
 class TallyFacts(Protocol):
@@ -148,8 +151,23 @@ class Recorder:
         self._health = Health(sources)
         self._truth = TruthWatch(self._health.deviation)
         self._boundary = TelemetryBoundary("health")
+        self._resumed = False
         self._stats = RunStats(bound, self.started)
         self._console = Console(total_steps, stream, replicas=replicas, started=started)
+
+    def recall(self) -> None:
+        """Takes what earlier starts of this run have recorded; reads the disk."""
+        self._resumed = True
+        with self._stats.boundary:
+            path = self.run_dir / FILE_NAME
+            for record in read_metrics(path) if path.exists() else ():
+                self._stats.feed(record)
+
+    def begin(self, step: int, lineage: int) -> None:
+        """This start begins with the weights after `step` steps."""
+        record = {"type": "start", "started": self.started, "step": step, "lineage": lineage}
+        self._metrics.write(record)
+        self._stats.feed(record)
 
     @staticmethod
     def clock() -> float:
@@ -236,6 +254,7 @@ class Recorder:
             record = {
                 "type": "sync",
                 "version": report.version,
+                "lineage": report.lineage,
                 "replica": report.replica,
                 "start": report.start,
                 "end": report.end,
@@ -247,9 +266,14 @@ class Recorder:
 
     def books(self, counts: Mapping[str, Any], rewards: Mapping[str, SourceFacts]) -> None:
         """At the end, also of a failed run: the ledger's counts, and the reward sources' own,
-        which hold also what was scored for groups that were discarded."""
+        which hold also what was scored for groups that were discarded. After a resume these are
+        of this start alone: then outcomes are counted over the steps."""
         self._stats.groups = dict(counts)
-        self._stats.outcomes = {name: _outcome(source) for name, source in rewards.items()}
+        found = {name: _outcome(source) for name, source in rewards.items()}
+        if self._resumed:
+            left_out = ("scored", "abstained", "failed")
+            found = {n: {k: v for k, v in o.items() if k not in left_out} for n, o in found.items()}
+        self._stats.outcomes = found
 
     def validation(self, version: int, metrics: Mapping[str, float], by: str) -> None:
         """A validation pinned to one version; `by` says who answered: rollout, dedicated, train."""
@@ -284,13 +308,16 @@ class Recorder:
         self._stats.warning(event)
 
     def close(self, status: str, error: str | None = None) -> dict[str, Any]:
-        """Writes summary.json and ends the writers; returns the summary."""
+        """Writes summary.json and ends the writers; returns the summary, empty if it failed."""
+        self._metrics.write({"type": "end", "status": status})
         self._samples.close()
         self._metrics.close()
-        summary = build_summary(
-            self._stats, status=status, now=time.time(), error=error, replicas=self._replicas
-        )
-        write_summary(self.run_dir, summary)
+        summary: dict[str, Any] = {}
+        with TelemetryBoundary(SUMMARY):
+            summary = build_summary(
+                self._stats, status=status, now=time.time(), error=error, replicas=self._replicas
+            )
+            write_summary(self.run_dir, summary)
         return summary
 
 

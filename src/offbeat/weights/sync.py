@@ -53,7 +53,7 @@ class Replica(Generic[E]):
     routable: bool = True
     outstanding: int = 0
     restarts: int = 0
-    _watchers: set[Callable[[], None]] = field(default_factory=set)
+    _watchers: dict[Callable[[], None], None] = field(default_factory=dict)
 
     def has_left(self, engine: E) -> bool:
         """Whether `engine`, which was this replica's, is out of routing or replaced."""
@@ -62,11 +62,11 @@ class Replica(Generic[E]):
     @contextmanager
     def watched(self, wake: Callable[[], None]) -> Iterator[None]:
         """While the block runs, `wake` is called in the moment the engine is taken out."""
-        self._watchers.add(wake)
+        self._watchers[wake] = None
         try:
             yield
         finally:
-            self._watchers.discard(wake)
+            self._watchers.pop(wake, None)
 
     def leave(self) -> None:
         """Out of routing: whoever waits for the engine is woken, to go on elsewhere."""
@@ -84,6 +84,7 @@ class SyncReport:
     start: float
     end: float
     acknowledged: bool
+    lineage: int
 
 
 def at_once(replicas: int, loads_at_once: int | None) -> int:
@@ -183,7 +184,14 @@ class WeightSync(Generic[E]):
             )
             self.take_out(replica, engine, cause)
         self.reports.append(
-            SyncReport(manifest.version.step, replica.index, start, time.time(), acknowledged)
+            SyncReport(
+                manifest.version.step,
+                replica.index,
+                start,
+                time.time(),
+                acknowledged,
+                manifest.version.lineage,
+            )
         )
 
     async def check(self, replica: Replica[E], engine: E, failure: Exception) -> None:
