@@ -32,7 +32,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 
 from offbeat.config import Config
 from offbeat.config_validate import On
@@ -53,11 +54,17 @@ NOTICE_SECONDS = 1.0  # between two questions for what there is to say
 LOOK_SECONDS = 30.0  # for the looks at anchors that the last step made due
 
 
+async def newest_on_disk(folder: Path) -> Path | None:
+    """The whole checkpoint of the highest step in `folder`."""
+    return await asyncio.to_thread(newest_valid, folder)
+
+
 class AsyncLoop:
     """One run: trains `total_steps` steps on what the rollouter hands out.
 
     `version`: the trainer's at the start. With `resumed` the engines hold nothing that may be used,
-    until the recorded batches after that version are trained again.
+    until the recorded batches after that version are trained again. `newest` finds the newest whole
+    checkpoint in a folder.
     """
 
     def __init__(
@@ -70,6 +77,7 @@ class AsyncLoop:
         *,
         version: int = 0,
         resumed: bool = False,
+        newest: Callable[[Path], Awaitable[Path | None]] = newest_on_disk,
     ) -> None:
         self.config = config
         self.rollouter = rollouter
@@ -78,7 +86,7 @@ class AsyncLoop:
         self.total_steps = total_steps
         self.trained_steps = version
         self.stopping = asyncio.Event()  # set it to end after the step that runs
-        self._resumed = resumed
+        self._resumed, self._newest = resumed, newest
         self._published = -1 if resumed else version
         self._redo_until = version  # steps before it are trained again before anything is published
         self._booked: tuple[int, dict[int, Flag]] | None = None  # the newest step
@@ -218,7 +226,7 @@ class AsyncLoop:
         roles = {died.role for died in dead}
         if not roles:
             return
-        checkpoint = await asyncio.to_thread(newest_valid, self.config.run_dir / "checkpoints")
+        checkpoint = await self._newest(self.config.run_dir / "checkpoints")
         version = 0 if checkpoint is None else version_of(checkpoint)
         seconds = self.config.cluster.start_deadline_seconds + GRACE_SECONDS
         if "rollouter" in roles:

@@ -79,11 +79,12 @@ class Lives:
         """A group that has its samples, but not their rewards."""
         await self._life(prompt, attempt, generated)
 
-    async def discard(self, ordinal: int, attempt: int, reason: str) -> None:
-        """The group is over, by name; `RunFailed` after too many on end."""
+    async def discard(self, ordinal: int, attempt: int, reason: str) -> bool:
+        """The group is over, by name; `RunFailed` after too many on end. False if this attempt was
+        over before."""
         async with self._changed:
             if not await self._books.discard(ordinal, attempt, reason):
-                return  # discarded before, as a straggler
+                return False  # discarded before, as a straggler
             self.discards += 1
             self._failures_in_a_row += 1
             self._changed.notify_all()
@@ -91,6 +92,7 @@ class Lives:
         most = self._most_failures
         if self._failures_in_a_row >= most and not self._rewards.stalled:
             raise RunFailed(f"{most} groups on end were discarded, the last one for: {reason}")
+        return True
 
     async def _life(
         self, prompt: Prompt, attempt: int, generated: Sequence[Completion] | None
@@ -103,12 +105,14 @@ class Lives:
                 else:
                     samples = await self._scored(prompt, attempt, _each(generated), fresh=False)
             except GroupFailed as failure:
-                return await self.discard(prompt.ordinal, attempt, str(failure))
+                await self.discard(prompt.ordinal, attempt, str(failure))
+                return None
             except Exception as error:  # boundary: one group's failure never touches another
                 cause = cause_of(error)
                 log.warning("group %d attempt %d: %s: %s", prompt.ordinal, attempt, cause, error)
                 if failures >= self._max_attempts:
-                    return await self.discard(prompt.ordinal, attempt, f"generation: {cause}")
+                    await self.discard(prompt.ordinal, attempt, f"generation: {cause}")
+                    return None
                 await self.open.wait()
                 new = await self._books.retry(prompt.ordinal, attempt, self._floor())
                 if new is None:
@@ -162,7 +166,8 @@ class Lives:
         async with self._changed:
             if await self._books.ready(prompt, attempt, samples):
                 self._failures_in_a_row = 0
-                self._changed.notify_all()
+                if self._books.buffer.may_be_taken():
+                    self._changed.notify_all()
 
 
 async def _each(samples: Sequence[Completion]) -> AsyncIterator[Completion]:

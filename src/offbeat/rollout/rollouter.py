@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,6 +100,7 @@ class Rollouter:
         self._failure: BaseException | None = None
         self._sync: WeightSync[Engine] | None = None
         self._stopping = asyncio.Event()
+        self._one_batch = asyncio.Lock()
 
     # -- the three loops -------------------------------------------------------------------------
 
@@ -116,6 +116,7 @@ class Rollouter:
                     on_change=self._notify,
                     tasks=tasks,
                     loads_at_once=self.config.weights.loads_at_once,
+                    max_restarts=self.config.cluster.max_restarts,
                 )
                 self.running.set()
                 lag = measure_lag(lambda: self.lives.tally)
@@ -174,13 +175,20 @@ class Rollouter:
         """
         if (recorded := await self.books.recorded(step)) is not None:
             return recorded
+        async with self._one_batch:  # who asked before may have gone, and still wait here
+            return await self._batch_of(step)
+
+    async def _batch_of(self, step: int) -> Batch:
+        if (recorded := await self.books.recorded(step)) is not None:
+            return recorded
         patience = self.config.train.straggler_patience_seconds
-        give_up = time.monotonic() + self.config.train.batch_deadline_seconds
+        clock = asyncio.get_running_loop().time
+        give_up = clock() + self.config.train.batch_deadline_seconds
         stalled_before = self.rewards.stalled_seconds
 
         def left() -> float:
             stalled = self.rewards.stalled_seconds - stalled_before
-            return give_up + min(stalled, self.config.reward_patience) - time.monotonic()
+            return give_up + min(stalled, self.config.reward_patience) - clock()
 
         while True:
             wait = min(patience, max(left(), 0.01))
@@ -336,8 +344,8 @@ class Rollouter:
         for ordinal in late:
             row = self._ledger.row(ordinal)
             if row is not None and row.state == "admitted":
-                await self.lives.discard(ordinal, row.attempt, "straggler")
-                if (task := self._tasks.get(ordinal)) is not None:
+                gone = await self.lives.discard(ordinal, row.attempt, "straggler")
+                if gone and (task := self._tasks.get(ordinal)) is not None:
                     task.cancel()  # its seats and its judges are free at once
 
     async def _notify(self) -> None:

@@ -1,0 +1,127 @@
+"""An event loop whose clock jumps to the next timer: waits of hours pass in milliseconds.
+
+What happens at which second is the same every time. With a seed, callbacks that are ready in the
+same turn run in a random order, which that seed gives again: code that relies on an order that
+nobody promised is found. (Callbacks that a turn adds run in a later one, as asyncio promises;
+within a turn no primitive of asyncio relies on the order.) Nothing may wait for threads or sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import deque
+from collections.abc import Coroutine
+from heapq import heapify, heappop
+from itertools import count
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+CANCELLED_KEPT = 100  # cancelled timers, before they are swept
+
+
+class Deadlock(RuntimeError):
+    """Every task waits for another: no callback is ready, and no timer will ever be due."""
+
+
+class _Task(asyncio.Task[Any]):
+    """Hashed by its number, so that sets of tasks have the same order every time."""
+
+    _numbers = count()
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        self._number = next(self._numbers)
+        super().__init__(*args, **more)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """The loop; `seed` None: first come, first served, and threads may be waited for."""
+
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[asyncio.TimerHandle]
+    _timer_cancelled_count: int
+
+    def __init__(self, seed: int | None = None) -> None:
+        super().__init__()
+        self._now = 0.0
+        self._shuffle = None if seed is None else random.Random(seed).shuffle
+        if seed is not None:
+            self.set_task_factory(_task)
+
+    def time(self) -> float:
+        """Virtual seconds since the start."""
+        return self._now
+
+    def _run_once(self) -> None:
+        if self._shuffle is None:
+            coming = [timer.when() for timer in self._scheduled if not timer.cancelled()]
+            if not self._ready and coming:
+                self._now = max(self._now, min(coming))
+            super()._run_once()  # type: ignore[misc]
+            return
+        self._take_due()
+        turn = list(self._ready)
+        self._ready.clear()
+        if len(turn) > 1:
+            self._shuffle(turn)
+        for handle in turn:
+            if not handle._cancelled:
+                handle._run()
+
+    def _take_due(self) -> None:
+        """Moves the clock to the next timer if nothing is ready, and what is due to the ready."""
+        timers = self._scheduled
+        if self._timer_cancelled_count > CANCELLED_KEPT and 2 * self._timer_cancelled_count > len(
+            timers
+        ):
+            timers[:] = [t for t in timers if not self._is_gone(t)]
+            heapify(timers)
+        while timers and timers[0].cancelled():
+            self._is_gone(heappop(timers))
+        if not self._ready:
+            if not timers:
+                raise Deadlock("nothing is ready, and no timer is set")
+            self._now = max(self._now, timers[0].when())
+        while timers and timers[0].when() <= self._now:
+            timer = heappop(timers)
+            timer._scheduled = False  # type: ignore[attr-defined]
+            if timer.cancelled():
+                self._timer_cancelled_count -= 1
+            else:
+                self._ready.append(timer)
+
+    def _is_gone(self, timer: asyncio.TimerHandle) -> bool:
+        if timer.cancelled():
+            timer._scheduled = False  # type: ignore[attr-defined]
+            self._timer_cancelled_count -= 1
+        return timer.cancelled()
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: Any = None
+    ) -> Any:
+        """As `call_soon` where there are no threads."""
+        if self._shuffle is None:
+            return super().call_soon_threadsafe(callback, *args, context=context)
+        return self.call_soon(callback, *args, context=context)
+
+    def run_in_executor(  # type: ignore[override]
+        self, executor: Any, func: Any, *args: Any
+    ) -> Any:
+        """Refused with a seed: when a thread is done is not the clock's to say."""
+        if self._shuffle is not None:
+            raise RuntimeError(f"{func} is to run in a thread, under a virtual clock")
+        return super().run_in_executor(executor, func, *args)
+
+
+def run(work: Coroutine[Any, Any, T], seed: int | None = None) -> T:
+    """`asyncio.run` on such a loop."""
+    _Task._numbers = count()
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(seed)) as runner:
+        return runner.run(work)
+
+
+def _task(loop: asyncio.AbstractEventLoop, work: Any, **more: Any) -> asyncio.Task[Any]:
+    return _Task(work, loop=loop, **more)
