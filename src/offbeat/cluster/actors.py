@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace as changed
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,6 +82,7 @@ class EngineActor:
         self._spec = spec
         self._engine = make_engine(spec)
         self._keep_payloads = spec.role == "rollout"
+        self._requests: set[asyncio.Task[Any]] = set()
 
     async def start(self) -> None:
         await asyncio.to_thread(end_leftovers)
@@ -99,11 +100,27 @@ class EngineActor:
             for index, tokens in request.resume
         ]
         request = changed(request, resume=tuple(resume))
-        async with contextlib.aclosing(self._engine.generate(request)) as notes:
-            async for note in notes:
-                if self._keep_payloads:
-                    yield note.ref
-                yield changed(note, ref=None)
+        with self._known():
+            async with contextlib.aclosing(self._engine.generate(request)) as notes:
+                async for note in notes:
+                    if self._keep_payloads:
+                        yield note.ref
+                    yield changed(note, ref=None)
+
+    @contextlib.contextmanager
+    def _known(self) -> Iterator[None]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._requests.add(task)
+        try:
+            yield
+        finally:
+            self._requests.discard(task)
+
+    async def abandon(self) -> None:
+        """Ends the requests of a caller that died: their seats are free at once."""
+        for task in self._requests:
+            task.cancel()
 
     async def load(self, manifest: Manifest) -> PolicyVersion:
         return await self._engine.load(manifest)

@@ -64,6 +64,7 @@ class Trainer:
         self._optimizer: torch.optim.AdamW | None = None
         self._transport: Transport | None = None
         self._meter: DriftMeter | None = None
+        self._last: StepResult | None = None  # of the newest step
 
     @property
     def version(self) -> PolicyVersion:
@@ -111,13 +112,16 @@ class Trainer:
         """Trains on one batch; `payloads[i][j]` belongs to `batch.groups[i].samples[j]`.
 
         A non-finite loss or gradient leaves weights, optimizer and schedule as they were
-        (`applied` False); the step number advances all the same.
+        (`applied` False); the step number advances all the same. Asked again for the newest step,
+        by a loop that had lost its answer, it gives the same answer and trains nothing.
 
         Raises `RunFailed`, nothing trained: a sample is staler than `train.max_staleness`. Also
         after `train.max_bad_steps` non-finite steps or `train.max_no_signal_steps` steps
         without signal on end.
         """
         started = time.perf_counter()
+        if self._last is not None and batch.step == self._last.step:
+            return self._last
         if batch.step != self._step:
             raise RunFailed(f"the trainer is at step {self._step} and got batch {batch.step}")
         samples = gather(batch, payloads, self.config.train, self.config.gdpo_weights)
@@ -136,7 +140,7 @@ class Trainer:
         self._step += 1
         self._updates += applied
         self._count_failures(samples, applied)
-        return StepResult(
+        self._last = StepResult(
             step=batch.step,
             applied=applied,
             loss=loss,
@@ -154,6 +158,7 @@ class Trainer:
             **statistics.values(),
             **drift,
         )
+        return self._last
 
     def publish(self) -> Manifest:
         """Writes the current version for the engines."""
