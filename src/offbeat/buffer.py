@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 
 class BufferStateError(ValueError):
@@ -73,6 +74,7 @@ class Buffer:
         self.groups_per_step = groups_per_step
         self._groups: dict[int, _Live] = {}
         self._order: list[tuple[int, int]] = []  # (deadline, ordinal), ascending; one per group
+        self._ready = 0  # how many of the groups are ready
         self._floor = 0
         self._next_step = 0  # invariant: `_order` is feasible at this step
 
@@ -144,8 +146,14 @@ class Buffer:
         """Marks a group ready to be trained. False, and no effect, unless this attempt is live."""
         if not self.is_live(ordinal, attempt):
             return False
-        self._groups[ordinal].ready = True
+        group = self._groups[ordinal]
+        self._ready += not group.ready
+        group.ready = True
         return True
+
+    def may_be_taken(self) -> bool:
+        """Whether enough groups are ready for a batch, were it the last one."""
+        return self._ready >= min(self.groups_per_step, len(self._order))
 
     def retry(
         self,
@@ -188,6 +196,7 @@ class Buffer:
         if not self._fits(deadline, self._next_step):
             insort(self._order, (group.deadline, ordinal))
             self._groups[ordinal] = group
+            self._ready += group.ready
             raise BufferStateError(
                 f"group {ordinal} cannot be retried: its deadline would fall from step "
                 f"{group.deadline} to {deadline}, and the live groups could not all be in time"
@@ -228,9 +237,10 @@ class Buffer:
         size = self.groups_per_step
         if final:
             size = min(size, len(self._order))
-        chosen = [entry for entry in self._order if self._groups[entry[1]].ready][:size]
-        if len(chosen) < size:
+        if self._ready < size:
             return None
+        ready = (entry for entry in self._order if self._groups[entry[1]].ready)
+        chosen = list(islice(ready, size))
         picked = set(chosen)
         left = [due for due, ordinal in self._order if (due, ordinal) not in picked]
         if not feasible(left, step + 1, self.groups_per_step):
@@ -277,7 +287,7 @@ class Buffer:
         ]
         return BufferSnapshot(
             live=len(self._groups),
-            ready=sum(group.ready for group in self._groups.values()),
+            ready=self._ready,
             max_live=self.max_live,
             floor=self._floor,
             next_step=self._next_step,
@@ -302,11 +312,13 @@ class Buffer:
             )
         insort(self._order, (deadline, ordinal))
         self._groups[ordinal] = _Live(attempt, deadline, ready)
+        self._ready += ready
         self._next_step = next_step
 
     def _remove(self, ordinal: int) -> None:
-        entry = (self._groups.pop(ordinal).deadline, ordinal)
-        del self._order[bisect_left(self._order, entry)]
+        group = self._groups.pop(ordinal)
+        self._ready -= group.ready
+        del self._order[bisect_left(self._order, (group.deadline, ordinal))]
 
     def _fits(self, deadline: int, step: int) -> bool:
         """Whether the live groups and one more with `deadline` are feasible at `step`."""

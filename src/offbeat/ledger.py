@@ -283,6 +283,11 @@ class Ledger:
         """The recorded batches that no checkpoint holds yet: step -> ordinals, in order."""
         return {step: list(batch) for step, batch in self._batches.items()}
 
+    def batch(self, step: int) -> list[int] | None:
+        """The recorded batch of one step, None if it has none or is final."""
+        batch = self._batches.get(step)
+        return None if batch is None else list(batch)
+
     def row(self, ordinal: int) -> Row | None:
         """The newest row of a group that is live, or trained and not final; else None."""
         return self._rows.get(ordinal)

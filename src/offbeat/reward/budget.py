@@ -34,21 +34,26 @@ class FailureBudget:
             raise ValueError(f"minimum = {minimum} does not fit a window of {window}")
         self._most, self._minimum = max_failed_share, minimum
         self._window: deque[str | None] = deque(maxlen=window)
+        self._failed = 0  # in the window
         self._since: deque[str | None] = deque(maxlen=RECOVERY_WINDOW)
         self._over = False
 
     def record(self, cause: str | None) -> None:
         """One more outcome: the cause of a failure, or None where there was none."""
         if not self._over:
+            if len(self._window) == self._window.maxlen:
+                self._failed -= self._window[0] is not None
             self._window.append(cause)
-            if len(self._window) >= self._minimum and _share(self._window) > self._most:
-                self._over = True
+            self._failed += cause is not None
+            known = len(self._window)
+            self._over = known >= self._minimum and self._failed / known > self._most
             return
         self._since.append(cause)
         if len(self._since) >= RECOVERY_MINIMUM and _share(self._since) <= self._most:
             self._over = False
             self._window.clear()
             self._window.extend(self._since)
+            self._failed = sum(kept is not None for kept in self._window)
             self._since.clear()
 
     @property

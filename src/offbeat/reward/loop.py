@@ -20,6 +20,7 @@ import contextlib
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from offbeat.config import RewardSourceSection
 from offbeat.errors import DeadlinePassed, UserError, first_of
@@ -87,6 +88,7 @@ class RewardLoop:
         self._transcripts = transcripts
         self._all: dict[str, dict[str, Counters]] = {}
         self._step = {name: Counters() for name in sources}
+        self._same_for_all = not any(section.when for section in config.values())
         self._normalizers = {
             name: Normalizer(section)
             for name, section in config.items()
@@ -243,10 +245,20 @@ class RewardLoop:
     # -- helpers ---------------------------------------------------------------------------------
 
     def _picked(self, item: ScoreItem) -> tuple[str, ...]:
-        return picked(item.prompt.columns, self._config, self._column, self._known)
+        columns = item.prompt.columns
+        if self._same_for_all and columns.get(self._column) is None:
+            return self._for_all
+        return picked(columns, self._config, self._column, self._known)
+
+    @cached_property
+    def _for_all(self) -> tuple[str, ...]:
+        """The sources of every row that names none, while no source has a condition."""
+        return picked({}, self._config, self._column, self._known)
 
     def _counters(self, scope: str) -> dict[str, Counters]:
-        return self._all.setdefault(scope, {name: Counters() for name in self._sources})
+        if (found := self._all.get(scope)) is None:
+            found = self._all[scope] = {name: Counters() for name in self._sources}
+        return found
 
     def _facts(self, name: str) -> dict[str, float]:
         facts = dict(self._sources[name].facts())

@@ -179,7 +179,7 @@ class Books:
         """The batch that `step` had, if it has had one; from disk unless it is the newest."""
         if self._batch is not None and self._batch.step == step:
             return self._batch
-        ordinals = self.ledger.batches().get(step)
+        ordinals = self.ledger.batch(step)
         if ordinals is None:
             if step < self.next_step:
                 raise OffbeatError(f"the batch of step {step} is final: it is not kept any more")

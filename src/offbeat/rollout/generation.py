@@ -67,8 +67,8 @@ class _Work:
 
     def take(self, item: Completion | Progress) -> Completion | None:
         """Books what an engine gave; returns it if the caller is to have it."""
-        if item.index in self.done:
-            return None
+        if item.request_id != self.request.request_id or item.index in self.done:
+            return None  # of another attempt, or a second time
         known, _ = self.tokens.get(item.index, (0, None))
         if isinstance(item, Progress) or item.finish_reason == "aborted":
             if item.tokens > known:
@@ -167,39 +167,66 @@ class Generation:
         self, replica: Replica[Engine], work: _Work, until: float
     ) -> AsyncGenerator[Completion, None]:
         """What is left of a request on one engine, to the end of its stream."""
-        engine = replica.engine
-        stream = engine.generate(work.rest(self._snapshot_every))
-        with self._router.load(replica, work.left) as one_ended:
+        stream = replica.engine.generate(work.rest(self._snapshot_every))
+        limit = _Limit(replica, until)
+        with self._router.load(replica, work.left) as one_ended, limit:
             async with contextlib.aclosing(stream):
-                while (item := await _next(stream, replica, engine, until)) is not None:
+                while (item := await limit.next(stream)) is not None:
                     if (completion := work.take(item)) is not None:
                         one_ended()
                         yield completion
 
 
-async def _next(
-    stream: AsyncGenerator[Completion | Progress, None],
-    replica: Replica[Engine],
-    engine: Engine,
-    until: float,
-) -> Completion | Progress | None:
-    """The stream's next item, None at its end.
+class _Limit:
+    """Ends the wait for an item at `until`, or in the moment the engine is taken out.
 
-    Raises `EngineLeft` in the moment the engine is taken out, `TimeoutError` at `until`.
+    One timer for a whole stream: entered around it, while items are taken with `next`.
     """
-    loop = asyncio.get_running_loop()
-    if replica.has_left(engine):
-        raise EngineLeft(f"engine {replica.index} was taken out")
-    try:
-        async with asyncio.timeout_at(until) as limit:
 
-            def wake() -> None:
-                if not limit.expired():
-                    limit.reschedule(loop.time())
+    def __init__(self, replica: Replica[Engine], until: float) -> None:
+        self._replica, self._engine, self._until = replica, replica.engine, until
+        self._over = False
+        self._waiting: asyncio.Task[Any] | None = None
 
-            with replica.watched(wake):
-                return await anext(stream, None)
-    except TimeoutError:
-        if limit.expired() and replica.has_left(engine):
-            raise EngineLeft(f"engine {replica.index} was taken out") from None
-        raise
+    def __enter__(self) -> None:
+        self._watched = self._replica.watched(self._end)
+        self._watched.__enter__()
+        self._timer = asyncio.get_running_loop().call_at(self._until, self._end)
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        self._watched.__exit__(None, None, None)
+
+    async def next(
+        self, stream: AsyncGenerator[Completion | Progress, None]
+    ) -> Completion | Progress | None:
+        """The stream's next item, None at its end.
+
+        Raises `EngineLeft` once the engine is taken out, `TimeoutError` at `until`.
+        """
+        if self._over or self._replica.has_left(self._engine):
+            raise self._why()
+        self._waiting = task = asyncio.current_task()
+        assert task is not None
+        others = task.cancelling()
+        try:
+            return await anext(stream, None)
+        except asyncio.CancelledError:
+            if self._over and task.cancelling() == others + 1:
+                raise self._why() from None
+            raise
+        finally:
+            self._waiting = None
+            if self._over:
+                task.uncancel()
+
+    def _end(self) -> None:
+        if not self._over:
+            self._over = True
+            if self._waiting is not None:
+                self._waiting.cancel()
+
+    def _why(self) -> Exception:
+        if self._replica.has_left(self._engine):
+            return EngineLeft(f"engine {self._replica.index} was taken out")
+        return TimeoutError()

@@ -96,6 +96,8 @@ async def wait_for(
     whom: Callable[[], str],
 ) -> T:
     """Waits until `probe` gives something; `DeadlinePassed` says whom it waited for."""
+    if (found := probe()) is not None:
+        return found
     try:
         async with asyncio.timeout(deadline_seconds), changed:
             while (found := probe()) is None:
