@@ -1,11 +1,13 @@
 """Checkpoints: a Hugging Face model directory with the trainer's state beside it.
 
 The invariant: a checkpoint's name exists only when all its bytes are on disk (write beside it,
-fsync, rename), so the previous one survives any crash, and the rename is the commit point.
+fsync, rename), so the previous one survives any crash, and the rename is the commit point. Every
+file's size and checksum stand in the state, and the state's own with it: `read` finds what a disk
+lost or turned round later.
 
     step-000050/               loads with AutoModelForCausalLM.from_pretrained as it is
       config.json, model.safetensors, tokenizer.json, ...
-      trainer/state.json       version, schedule position, `extra`, size of every file
+      trainer/state.json       version, schedule position, `extra`, size and CRC-32 of every file
       trainer/optimizer.pt     the optimizer's and the random generators' state
       trainer/ledger.sqlite    a copy of the ledger, with the payload of unfinished groups
 """
@@ -13,22 +15,29 @@ fsync, rename), so the previous one survives any crash, and the rename is the co
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from offbeat.errors import OffbeatError
+from offbeat.faults import point
+
+log = logging.getLogger(__name__)
 
 STATE = "trainer/state.json"
 OPTIMIZER = "trainer/optimizer.pt"
 LEDGER_COPY = "trainer/ledger.sqlite"
-FORMAT = 1
+FORMAT = 2
+CHUNK_BYTES = 1 << 20
 _PARTIAL = "-partial-"
+_OLD = "-old-"
 _NAME = re.compile(r"step-(\d+)")
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -64,16 +73,15 @@ def write(path: Path, state: TrainerState, fill: Callable[[Path], None]) -> None
     An older checkpoint of this name is replaced, and is back if this one fails.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".*{_PARTIAL}*"):  # of a killed process
-        shutil.rmtree(left, ignore_errors=True)
+    mend(path.parent)
     folder = Path(tempfile.mkdtemp(prefix=f".{path.name}{_PARTIAL}", dir=path.parent))
     folder.chmod(0o755)
     try:
         (folder / STATE).parent.mkdir()
+        point("checkpoint.begin")
         fill(folder)
         files = sorted(p for p in folder.rglob("*") if p.is_file())
-        sizes = {str(p.relative_to(folder)): p.stat().st_size for p in files}
-        record = {
+        record: dict[str, Any] = {
             "format": FORMAT,
             "lineage": state.lineage,
             "step": state.step,
@@ -81,27 +89,53 @@ def write(path: Path, state: TrainerState, fill: Callable[[Path], None]) -> None
             "bad_steps": state.bad_steps,
             "no_signal_steps": state.no_signal_steps,
             "extra": state.extra,
-            "files": sizes,
+            "files": {str(p.relative_to(folder)): [p.stat().st_size, _checksum(p)] for p in files},
         }
-        (folder / STATE).write_text(json.dumps(record, indent=1))
+        (folder / STATE).write_text(_sealed(record), encoding="ascii")
         for p in [*folder.rglob("*"), folder]:
             _sync(p)
+        point("checkpoint.before_rename", folder)
         _put_in_place(folder, path)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     _sync(path.parent)
+    point("checkpoint.renamed", path)
+
+
+def mend(folder: Path) -> None:
+    """Ends what a killed writer left half done: what it was writing goes, what it was replacing
+    comes back. For the one process that writes here."""
+    _bring_back(folder)
+    for pattern in (_PARTIAL, _OLD):
+        for left in folder.glob(f".*{pattern}*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _bring_back(folder: Path) -> None:
+    for left in folder.glob(f".*{_OLD}*/step-*"):
+        if not (folder / left.name).exists():
+            left.rename(folder / left.name)
 
 
 def read(path: Path) -> TrainerState:
-    """The state of a checkpoint; raises `OffbeatError` if it is not whole."""
+    """The state of a checkpoint, all of whose bytes are read and found as they were written.
+
+    Raises `OffbeatError` if it is not whole.
+    """
     try:
-        record = json.loads((path / STATE).read_text())
+        text = (path / STATE).read_text(encoding="ascii")
+        record = json.loads(text)
         if record["format"] != FORMAT:
             raise OffbeatError(f"checkpoint {path} has format {record['format']}, not {FORMAT}")
-        for name, size in record["files"].items():
+        del record["crc32"]
+        if _sealed(record) != text:
+            raise OffbeatError(f"checkpoint {path} is damaged: {STATE} is not what was written")
+        for name, (size, crc) in record["files"].items():
             if (path / name).stat().st_size != size:
                 raise OffbeatError(f"checkpoint {path} is damaged: {name} is not {size:,} bytes")
+            if _checksum(path / name) != crc:
+                raise OffbeatError(f"checkpoint {path} is damaged: {name} is not what was written")
         return TrainerState(
             record["lineage"],
             record["step"],
@@ -123,11 +157,16 @@ def all_checkpoints(folder: Path) -> list[Path]:
 
 
 def newest_valid(folder: Path) -> Path | None:
-    """The whole checkpoint of the highest step."""
+    """The whole checkpoint of the highest step; damaged ones that are passed over are logged.
+
+    For the process that writes here, or where none does.
+    """
+    _bring_back(folder)
     for path in reversed(all_checkpoints(folder)):
         try:
             read(path)
-        except OffbeatError:
+        except OffbeatError as damaged:
+            log.warning("%s; the one before it is looked at", damaged)
             continue
         return path
     return None
@@ -138,13 +177,16 @@ def version_of(path: Path) -> int:
     return _step(path)
 
 
-def prune(folder: Path, keep: int) -> list[Path]:
-    """Removes all but the newest `keep` and the first; returns what it removed."""
+def prune(folder: Path, keep: int, every: int = 0) -> list[Path]:
+    """Removes all but the newest `keep`, the first, and those whose step `every` divides (0: none);
+    returns what it removed."""
     paths = all_checkpoints(folder)
     doomed = paths[1:-keep] if keep < len(paths) else []
+    doomed = [path for path in doomed if every == 0 or _step(path) % every]
     for path in doomed:
         gone = path.with_name(f".{path.name}{_PARTIAL}gone")
         path.rename(gone)  # at once: half a checkpoint never bears the name of one
+        point("checkpoint.pruned")
         shutil.rmtree(gone)
     return doomed
 
@@ -174,7 +216,7 @@ def _put_in_place(folder: Path, path: Path) -> None:
     if not path.exists():
         folder.rename(path)
         return
-    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}-old-", dir=path.parent))
+    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}{_OLD}", dir=path.parent))
     path.rename(aside / path.name)
     try:
         folder.rename(path)
@@ -183,6 +225,20 @@ def _put_in_place(folder: Path, path: Path) -> None:
         raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sealed(record: Mapping[str, Any]) -> str:
+    """The state's text, with its own checksum as the last key."""
+    crc = zlib.crc32(json.dumps(record, indent=1).encode("ascii"))
+    return json.dumps({**record, "crc32": crc}, indent=1)
+
+
+def _checksum(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            crc = zlib.crc32(chunk, crc)
+    return crc
 
 
 def _sync(path: Path) -> None:

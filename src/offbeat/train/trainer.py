@@ -23,6 +23,7 @@ import torch
 
 from offbeat.config import Config
 from offbeat.errors import OffbeatError, RunFailed
+from offbeat.faults import point
 from offbeat.loss import policy_loss
 from offbeat.rates import Rate, rate_of
 from offbeat.records import Batch, Manifest, Payload, PolicyVersion, Span
@@ -102,6 +103,7 @@ class Trainer:
         )
         if resume_from is not None:
             self._restore(resume_from)
+        point("trainer.setup")
         self._transport = make_transport(config, device, self._publish_folder, self._run_id)
         self._meter = DriftMeter(self._model, self._transport, config, self.lineage)
         if config.train.max_staleness > 0:  # tokens of the first version come after it has gone
@@ -120,6 +122,7 @@ class Trainer:
         without signal on end.
         """
         started = time.perf_counter()
+        point("trainer.before_step")
         if self._last is not None and batch.step == self._last.step:
             return self._last
         if batch.step != self._step:
@@ -134,8 +137,10 @@ class Trainer:
             seconds = time.perf_counter() - started
             drift = self._meter_of().measure(batch, payloads, samples, statistics, seconds)
             applied = math.isfinite(loss) and math.isfinite(norm)
+            point("trainer.before_update")
             if applied and samples.trajectories:
                 self._update(rate, norm)
+            point("trainer.after_update")
         self._optimizer_of().zero_grad(set_to_none=True)
         self._step += 1
         self._updates += applied
@@ -165,8 +170,11 @@ class Trainer:
         if self._transport is None:
             raise OffbeatError("the trainer has not been set up")
         with self._span("publish"):
+            point("weights.before_publish")
             tensors, tied = self.model.tensors()
-            return self._transport.publish(tensors, tied, self.version)
+            manifest = self._transport.publish(tensors, tied, self.version)
+            point("weights.published")
+            return manifest
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[Any]:
@@ -180,7 +188,8 @@ class Trainer:
         """Writes a checkpoint atomically; `extra` is JSON, `files` are copied in by these names.
 
         Where `path` is named like a checkpoint (`checkpoint.checkpoint_name`), older ones beside
-        it are pruned to the newest `train.keep_checkpoints` and the first.
+        it are pruned to the newest `train.keep_checkpoints`, those of `train.keep_every`, and the
+        first.
         """
         config = self.config
         state = checkpoint.TrainerState(
@@ -194,15 +203,18 @@ class Trainer:
 
         def fill(folder: Path) -> None:
             self.model.module.save_pretrained(folder)
+            point("checkpoint.model")
             checkpoint.copy_tokenizer(config.model.tokenizer or config.model.path, folder)
             checkpoint.copy_files(files or {}, folder)
             record = {"optimizer": self._optimizer_of().state_dict(), "random": _random_state()}
             torch.save(record, folder / checkpoint.OPTIMIZER)
+            point("checkpoint.optimizer")
 
         with self._span("save"):
             checkpoint.write(path, state, fill)
             if path.name == checkpoint.checkpoint_name(self._step):
-                checkpoint.prune(path.parent, config.train.keep_checkpoints)
+                train = config.train
+                checkpoint.prune(path.parent, train.keep_checkpoints, train.keep_every)
 
     def drain_spans(self) -> list[Span]:
         """Compute spans since the last call."""
