@@ -8,10 +8,12 @@ see (a batch that is handed out) waits for its commit.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from offbeat.buffer import Buffer, BufferStateError
 from offbeat.config import TrainSection
@@ -20,8 +22,9 @@ from offbeat.faults import apoint
 from offbeat.ledger import Counts, Flag, Ledger, Row
 from offbeat.recorded import Generated, pack_rewards, pack_tokens, unpack_group, unpack_tokens
 from offbeat.records import Batch, Completion, Group, Payload, Prompt, Sample
-from offbeat.store import Recorded, Store
+from offbeat.store import Bytes, Recorded
 
+T = TypeVar("T")
 PromptOf = Callable[[int], Prompt]
 LATE = "late after a restart"
 
@@ -37,11 +40,44 @@ class Restored:
     discards: int = 0
 
 
-class Books:
-    """Where every group stands, in memory and on disk. `prompt_of` gives an ordinal's prompt."""
+class Keeper(Protocol):
+    """What the books need of `offbeat.store.Store`, which says what each call does."""
 
-    def __init__(self, store: Store, train: TrainSection, prompt_of: PromptOf) -> None:
+    def put(
+        self,
+        rows: Iterable[Row],
+        *,
+        tokens: tuple[int, int, Bytes] | None = None,
+        rewards: tuple[int, int, Bytes] | None = None,
+        release: Iterable[int] = (),
+        final_before: int | None = None,
+    ) -> Future[None]: ...
+    def put_meta(self, key: str, value: str) -> Future[None]: ...
+    def payloads(self, ordinals: Iterable[int]) -> dict[int, Recorded]: ...
+    def read_all(self) -> list[Row]: ...
+    def meta(self) -> dict[str, str]: ...
+    def copy_to(self, path: Path | str) -> None: ...
+
+
+class Read(Protocol):
+    """Runs a call that waits for the disk."""
+
+    def __call__(self, work: Callable[..., T], /, *args: Any) -> Coroutine[Any, Any, T]: ...
+
+
+class Books:
+    """Where every group stands, in memory and on disk. `prompt_of` gives an ordinal's prompt;
+    `read` runs what waits for the disk, by default in a thread."""
+
+    def __init__(
+        self,
+        store: Keeper,
+        train: TrainSection,
+        prompt_of: PromptOf,
+        read: Read = asyncio.to_thread,
+    ) -> None:
         self.store = store
+        self._read = read
         self._prompt_of = prompt_of
         self._keep_batches = train.keep_batches
         self.buffer = Buffer(train.max_staleness, train.groups_per_step)
@@ -185,7 +221,7 @@ class Books:
                 raise OffbeatError(f"the batch of step {step} is final: it is not kept any more")
             return None
         rows = [row for o in ordinals if (row := self.ledger.row(o)) is not None]
-        payloads = await asyncio.to_thread(self.store.payloads, ordinals)
+        payloads = await self._read(self.store.payloads, ordinals)
         missing = [o for o in ordinals if o not in payloads or payloads[o].rewards is None]
         if missing:
             raise OffbeatError(f"step {step}: the payload of groups {missing} is lost")
@@ -219,7 +255,7 @@ class Books:
 
     async def new_lineage(self) -> int:
         """A lineage that no weights had, durable before any have it."""
-        meta = await asyncio.to_thread(self.store.meta)
+        meta = await self._read(self.store.meta)
         lineage = int(meta.get("lineage", "-1")) + 1
         await asyncio.wrap_future(self.store.put_meta("lineage", str(lineage)))
         return lineage
@@ -227,7 +263,7 @@ class Books:
     async def copy_to(self, path: Path) -> None:
         """Writes all that was booked so far to `path`, as one file."""
         await asyncio.wrap_future(self.store.put(self.ledger.drain()))
-        await asyncio.to_thread(self.store.copy_to, path)
+        await self._read(self.store.copy_to, path)
         await apoint("ledger.copied")
 
     def _record(self) -> None:
