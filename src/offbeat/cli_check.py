@@ -20,6 +20,7 @@ from offbeat.cli_judges import probe_judges
 from offbeat.cli_models import check_models
 from offbeat.cli_templates import check_template, reference_answer
 from offbeat.config import Config, RewardSourceSection, Section
+from offbeat.config_file import check_no_passwords
 from offbeat.data import (
     Row,
     Split,
@@ -58,6 +59,7 @@ def preflight(
             f"run name exists: {config.run_dir}; choose another with --run, or go on with it: "
             f"offbeat resume {config.run_dir}"
         )
+    check_no_passwords(config)
     check_devices(config, say, assumed)
     check_engines(config, say, assumed=assumed is not None)
     elsewhere = assumed is not None

@@ -114,6 +114,17 @@ def check_files(
         absent(f"the environment variable {variable}")
 
 
+def check_no_passwords(config: Config) -> None:
+    """Refuses addresses that hold a password: a run's directory keeps its configuration."""
+    for name, source in config.active_rewards.items():
+        if any("@" in url.partition("://")[2].partition("/")[0] for url in source.base_urls):
+            raise UserError(
+                f"reward.{name}.base_url holds a user or a password, which the run's config.json "
+                "would keep; take it out of the address, put the server's key into an environment "
+                f"variable, and name that with reward.{name}.api_key_env"
+            )
+
+
 def _check_reward_files(config: Config, path: Path, gone: Callable[[str, Path, str], None]) -> None:
     """Templates must be here; anchors may be told as missing by `gone`."""
     for name, source in config.active_rewards.items():

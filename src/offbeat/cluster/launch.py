@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import secrets
 import shutil
+import sqlite3
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -22,6 +24,7 @@ from offbeat.cluster.roles import Roles
 from offbeat.cluster.signals import Signals
 from offbeat.cluster.specs import GoOn, RunSpec, log_folder
 from offbeat.config import Config
+from offbeat.config_file import check_no_passwords
 from offbeat.errors import UserError
 from offbeat.faults import apoint
 from offbeat.ledger import Counts
@@ -30,6 +33,7 @@ from offbeat.outcome import Outcome
 from offbeat.rates import META_KEY, Rate, ended, unpack_rates
 from offbeat.store import StoreError, lock_file, read_meta, read_rows
 from offbeat.track.console import duration
+from offbeat.track.metrics import LineFile, write_whole
 from offbeat.track.recorder import Recorder
 from offbeat.track.summary import FILE_NAME, RunStats, build_summary, write_summary
 from offbeat.weights.transport import choose_folder
@@ -63,9 +67,10 @@ def _launch(config: Config, stream: TextIO | None, resumed: Resume | None) -> in
     started = time.time()
 
     def say(message: str) -> None:
-        if stream is not None:
-            stream.write(f"[{duration(time.time() - started)}] {message}\n")
-            stream.flush()
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            if stream is not None:
+                stream.write(f"[{duration(time.time() - started)}] {message}\n")
+                stream.flush()
 
     try:
         outcome = asyncio.run(_run(config, stream, started, say, resumed))
@@ -83,6 +88,7 @@ async def _run(
     say: Callable[[str], None],
     resumed: Resume | None,
 ) -> Outcome:
+    check_no_passwords(config)
     signals = Signals(config.cluster.grace_seconds)
     go_on = None if resumed is None else resumed.go_on
     run = RunSpec(
@@ -93,19 +99,15 @@ async def _run(
         go_on=go_on,
     )
     async with (
-        _claimed(config, started, new=resumed is None),
+        _claimed(config, started, say, new=resumed is None),
         _roles(config, run, say, signals) as roles,
     ):
         await apoint("driver.started")
-        recorder = Recorder(
-            config.run_dir,
-            bound=config.train.max_staleness,
-            total_steps=roles.total_steps,
-            stream=stream,
-            replicas=_replicas(config),
-            started=started,
-            sources=config.active_rewards,
-        )
+        version = 0 if go_on is None else go_on.version
+        if resumed is not None:  # whatever was refused until now has changed nothing
+            record_config(config, started)
+        recorder = await _recorder(config, stream, started, roles.total_steps, resumed)
+        recorder.begin(version, run.lineage)
         recorder.say(f"{roles.total_steps} steps; everything is in {config.run_dir}")
         loop = AsyncLoop(
             config,
@@ -113,39 +115,72 @@ async def _run(
             roles.trainer,
             recorder,
             roles.total_steps,
-            version=0 if go_on is None else go_on.version,
+            version=version,
             resumed=go_on is not None,
         )
-
-        def stop() -> None:
-            recorder.say("ending: the step that runs is finished and saved; again: at once")
-            loop.stopping.set()
-
-        status: str = "finished"
-        error: str | None = None
-        signals.drain_with(stop)
-        try:
-            outcome = await loop.run()
-            if outcome.stopped:
-                status, error = "interrupted", "stopped by the user"
-        except BaseException as failure:
-            status, error = _ending(failure)
-            raise
-        finally:
-            signals.drain_with(None)
-            recorder.close(status, error)
-            if status != "finished":
-                say(f"go on with: offbeat resume {config.run_dir}")
-    if not outcome.stopped:
+        outcome = await _looped(loop, recorder, signals)
+    if outcome.stopped:
+        say(_go_on_with(config))
+    else:
         say(f"finished: {outcome.steps} steps; {_told(outcome.counts)}")
     return outcome
 
 
+async def _recorder(
+    config: Config,
+    stream: TextIO | None,
+    started: float,
+    total_steps: int,
+    resumed: Resume | None,
+) -> Recorder:
+    """What a run tells; of one that is resumed with all that it told before."""
+    recorder = Recorder(
+        config.run_dir,
+        bound=config.train.max_staleness,
+        total_steps=total_steps,
+        stream=stream,
+        replicas=_replicas(config),
+        started=started,
+        sources=config.active_rewards,
+    )
+    if resumed is not None:
+        await asyncio.to_thread(recorder.recall)
+    return recorder
+
+
+async def _looped(loop: AsyncLoop, recorder: Recorder, signals: Signals) -> Outcome:
+    """Runs the loop; a first signal lets it save and end. The summary says how it ended."""
+
+    def stop() -> None:
+        recorder.say("ending: the step that runs is finished and saved; again: at once")
+        loop.stopping.set()
+
+    status: str = "finished"
+    error: str | None = None
+    signals.drain_with(stop)
+    try:
+        outcome = await loop.run()
+        if outcome.stopped:
+            status, error = "interrupted", "stopped by the user"
+        return outcome
+    except BaseException as failure:
+        status, error = _ending(failure)
+        raise
+    finally:
+        signals.drain_with(None)
+        recorder.close(status, error)
+
+
+def _go_on_with(config: Config) -> str:
+    return f"go on with: offbeat resume {config.run_dir}"
+
+
 def _lineage(config: Config) -> int:
     """One that no weights of this run had."""
-    if not config.ledger_path.exists():
+    try:
+        return int(read_meta(config.ledger_path).get("lineage", "-1")) + 1
+    except sqlite3.OperationalError:  # not there, or its process was killed while it made it
         return 0
-    return int(read_meta(config.ledger_path).get("lineage", "-1")) + 1
 
 
 def _rates(config: Config) -> tuple[Rate, ...]:
@@ -159,7 +194,9 @@ def _rates(config: Config) -> tuple[Rate, ...]:
 
 
 @asynccontextmanager
-async def _claimed(config: Config, started: float, *, new: bool) -> AsyncIterator[None]:
+async def _claimed(
+    config: Config, started: float, say: Callable[[str], None], *, new: bool
+) -> AsyncIterator[None]:
     """The run directory is ours. A new one goes again if the input is found bad before the loop.
 
     Whatever else ends the run before its loop is written into a summary.json.
@@ -178,9 +215,8 @@ async def _claimed(config: Config, started: float, *, new: bool) -> AsyncIterato
             "can be written to"
         ) from None
     lock = claim(directory)
-    (directory / "config.json").write_text(
-        json.dumps(config.model_dump(mode="json", by_alias=True), indent=2) + "\n", encoding="utf-8"
-    )
+    if new:
+        record_config(config, started)
     logs = log_folder(config)
     logs.mkdir(exist_ok=True)
     config.ledger_path.parent.mkdir(parents=True, exist_ok=True)
@@ -190,8 +226,11 @@ async def _claimed(config: Config, started: float, *, new: bool) -> AsyncIterato
     except UserError:
         if new and not (directory / FILE_NAME).exists():
             shutil.rmtree(directory)
+        else:
+            say(_go_on_with(config))
         raise
     except BaseException as failure:
+        say(_go_on_with(config))
         if not (directory / FILE_NAME).exists():
             status, said = _ending(failure)
             stats = RunStats(config.train.max_staleness, started)
@@ -203,6 +242,23 @@ async def _claimed(config: Config, started: float, *, new: bool) -> AsyncIterato
         if handler is not None:
             logging.getLogger().removeHandler(handler)
             handler.close()
+
+
+def record_config(config: Config, started: float) -> None:
+    """The resolved configuration as config.json, and as the newest line of configs.jsonl."""
+    resolved = config.model_dump(mode="json", by_alias=True)
+    try:
+        write_whole(config.run_dir / "config.json", json.dumps(resolved, indent=2) + "\n")
+        history = LineFile(config.run_dir / "configs.jsonl")
+        try:
+            history.append(json.dumps({"time": started, "config": resolved}).encode() + b"\n")
+        finally:
+            history.close()
+    except OSError as error:
+        raise UserError(
+            f"{config.run_dir}: the configuration cannot be written ({error.strerror}); make room, "
+            "or set runs_dir to a folder that can be written to"
+        ) from None
 
 
 def claim(directory: Path) -> int:

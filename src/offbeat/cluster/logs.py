@@ -8,14 +8,25 @@ from pathlib import Path
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
+class QuietFile(logging.FileHandler):
+    """A log file that a full disk may cut short: what is logged is lost, nothing is said of it."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+
 def log_to(folder: Path | None, who: str) -> logging.Handler | None:
     """Appends this process's log to `<folder>/<who>.log`; the handler, to be removed again.
 
-    Nothing happens where the folder does not exist (another node that does not share it).
+    Nothing happens where the folder does not exist (another node that does not share it), or
+    takes no file.
     """
     if folder is None or not folder.is_dir():
         return None
-    handler = logging.FileHandler(folder / f"{who.replace('/', '-')}.log", encoding="utf-8")
+    try:
+        handler = QuietFile(folder / f"{who.replace('/', '-')}.log", encoding="utf-8")
+    except OSError:  # a full disk
+        return None
     handler.setFormatter(logging.Formatter(FORMAT))
     root = logging.getLogger()
     root.addHandler(handler)

@@ -56,9 +56,11 @@ class TelemetryBoundary:
         self.errors += 1
         if self.errors == 1:
             logger.warning(
-                "%s: telemetry is being lost (training goes on; further errors are only counted)",
+                "%s: telemetry is being lost: %s (training goes on; further errors are only "
+                "counted)",
                 self._what,
-                exc_info=error,
+                error or repr(error),
+                exc_info=None if isinstance(error, OSError) else error,
             )
         return True
 
@@ -163,12 +165,26 @@ class LineFile:
         return fd
 
 
+def write_whole(path: Path, text: str) -> None:
+    """A file that is there with all its text, or as it was before; OSError if that fails."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 class MetricsWriter:
     """Appends records to `<run_dir>/metrics.jsonl`. Every method returns at once and never raises.
 
-    Types of records: span, step, validation (step, version, by, metrics), sync (version, replica,
-    start, end, pause_seconds), anchors (source, step, n, judged, ...) and event (message, and
-    `health` where it warns of a reward source). A record without a `time` gets one: seconds of
+    Types of records: start (started, step, lineage) and end (status) of each start of the run,
+    span, step, validation (step, version, by, metrics), sync (version, replica, start, end,
+    pause_seconds), anchors (source, step, n, judged, ...) and event (message, and `health` where
+    it warns of a reward source). A record without a `time` gets one: seconds of
     `time.time()`. Spans carry times of their own.
     """
 

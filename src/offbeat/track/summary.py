@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,8 +18,9 @@ from typing import Any
 from offbeat.records import Span
 from offbeat.track.drift import drift_summary
 from offbeat.track.health import WINDOW
-from offbeat.track.metrics import TelemetryBoundary, plain
+from offbeat.track.metrics import TelemetryBoundary, plain, write_whole
 from offbeat.track.overlap import busy, overlap, steady_window
+from offbeat.track.starts import Starts
 from offbeat.track.truth import truth_agreement
 
 SPAN_LIMIT = 200_000  # newest spans that busy and overlap are made of: about 60 MB
@@ -53,8 +53,9 @@ class RunStats:
 
     `bound` is max_staleness in steps, `started` the process's start in seconds of `time.time()`.
     To resume, feed the records of the run's metrics.jsonl first, by `feed`: steps, rewards,
-    staleness, validations and syncs are then of the whole run; wall time, throughput, busy and
-    overlap are of what happened since `started`. Spans are kept up to `SPAN_LIMIT`, newest ones.
+    staleness, validations, syncs, wall time and throughput are then of the whole run (without the
+    time between two starts); busy and overlap are of what happened since `started`. Spans are kept
+    up to `SPAN_LIMIT`, newest ones.
     """
 
     def __init__(self, bound: int, started: float) -> None:
@@ -70,6 +71,7 @@ class RunStats:
         self.warnings: list[dict[str, Any]] = []
         self.looks: dict[str, list[dict[str, Any]]] = {}  # at anchors: the first and the newest
         self.look_counts: Counter[str] = Counter()
+        self.starts = Starts()
         self._spans: deque[Span] = deque(maxlen=SPAN_LIMIT)
 
     @property
@@ -84,6 +86,8 @@ class RunStats:
 
     def feed(self, record: Record) -> None:
         """Take any record of metrics.jsonl; spans and most events are passed over."""
+        with self.boundary:
+            self.starts.feed(record)
         match record.get("type"):
             case "step":
                 self.step(record)
@@ -99,7 +103,10 @@ class RunStats:
     def step(self, record: Record) -> None:
         """Take the record of one trainer step."""
         with self.boundary:
-            self.steps[record["step"]] = _kept(record)
+            kept, before = _kept(record), self.steps.get(record["step"])
+            if before is not None:  # done again: what was generated for it in between is no less
+                kept = replace(kept, generated=kept.generated + before.generated)
+            self.steps[record["step"]] = kept
             self.groups = dict(record["groups_counts"])
             if record.get("health"):
                 self._note_health(record["step"], record["health"])
@@ -190,18 +197,20 @@ def build_summary(
     is that of `overlap.busy`.
     """
     steps = [stats.steps[step] for step in sorted(stats.steps)]
-    wall = max(0.0, now - stats.started)
+    wall = max(0.0, now - stats.started) + stats.starts.earlier_seconds()
+    first = stats.started if stats.starts.first is None else stats.starts.first
     spans = stats.recent_spans
     window = steady_window(spans) or _whole(spans)
     summary: dict[str, Any] = {
         "status": status,
         "steps": len(steps),
         "wall_seconds": wall,
+        "starts": stats.starts.table(now, status),
         "groups": stats.groups,
         "staleness": _staleness(steps, stats.bound),
         "validation": [stats.validations[step] for step in sorted(stats.validations)],
         "rewards": _rewards(steps, stats.outcomes),
-        "throughput": _throughput(steps, stats.started, wall),
+        "throughput": _throughput(steps, first, wall),
         "busy": busy(spans, *window, replicas),
         "overlap": overlap(spans, *window),
         "sync": _sync(stats.pauses),
@@ -235,16 +244,8 @@ def _health(stats: RunStats) -> dict[str, Any]:
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     """Write `<run_dir>/summary.json` by an atomic rename; OSError if that fails."""
-    temporary = run_dir / f".{FILE_NAME}.{os.getpid()}"
     text = json.dumps(plain(summary), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, run_dir / FILE_NAME)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(run_dir / FILE_NAME, text)
 
 
 def _whole(spans: Sequence[Span]) -> tuple[float, float]:
