@@ -15,12 +15,12 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, TypeVar, cast
 
 from offbeat.errors import RunFailed
 from offbeat.faults import point
@@ -28,6 +28,7 @@ from offbeat.ledger import Counts, Row, State
 
 GROUP_SECONDS = 0.004  # the longest that a put waits for company before its commit starts
 LOCK_PAUSE_SECONDS = 0.1
+PART = 1000  # rows of one statement: SQLite takes 32,766 values
 SCHEMA = "2"
 _TABLES = """
 CREATE TABLE IF NOT EXISTS groups (
@@ -39,6 +40,7 @@ CREATE TABLE IF NOT EXISTS rewards (
   ordinal INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, packed BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
+T = TypeVar("T")
 _PAYLOAD = ("tokens", "rewards")
 
 Bytes = Callable[[], bytes]
@@ -226,14 +228,15 @@ class Store:
         point("store.before_commit")
         with self._db as db:
             db.execute("BEGIN IMMEDIATE")
-            db.executemany("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?)", work.rows)
-            db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", work.meta)
-            db.executemany("INSERT OR REPLACE INTO tokens VALUES (?, ?, ?)", work.tokens)
-            db.executemany("INSERT OR REPLACE INTO rewards VALUES (?, ?, ?)", work.rewards)
+            _insert(db, "groups", work.rows)
+            _insert(db, "meta", work.meta)
+            _insert(db, "tokens", work.tokens)
+            _insert(db, "rewards", work.rewards)
             if work.gone or work.final_before is not None:
                 point("store.before_release")
             for table in _PAYLOAD:
-                db.executemany(f"DELETE FROM {table} WHERE ordinal = ?", work.gone)
+                for some in _split(work.gone):
+                    db.execute(f"DELETE FROM {table} WHERE ordinal IN ({_marks(some)})", some)
                 if work.final_before is not None:
                     db.execute(
                         f"DELETE FROM {table} WHERE ordinal IN (SELECT ordinal FROM {table} JOIN "
@@ -252,7 +255,7 @@ class _Work:
     meta: list[tuple[str, str]]
     tokens: list[tuple[int, int, bytes]]
     rewards: list[tuple[int, int, bytes]]
-    gone: list[tuple[int]]
+    gone: list[int]
     final_before: int | None
 
 
@@ -284,9 +287,27 @@ def _gathered(puts: Iterable[_Put]) -> _Work:
         list(meta.items()),
         [(ordinal, attempt, pack()) for ordinal, attempt, pack in tokens.values()],
         [(ordinal, attempt, pack()) for ordinal, attempt, pack in rewards.values()],
-        [(ordinal,) for ordinal in gone],
+        list(gone),
         final_before,
     )
+
+
+def _insert(db: sqlite3.Connection, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    """All rows by few statements: at each one the thread waits for its turn behind the event loop,
+    for up to 5 ms."""
+    for some in _split(rows):
+        marks = ", ".join([f"({_marks(some[0])})"] * len(some))
+        values = [value for row in some for value in row]
+        db.execute(f"INSERT OR REPLACE INTO {table} VALUES {marks}", values)
+
+
+def _split(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """In parts that one statement takes."""
+    return (items[i : i + PART] for i in range(0, len(items), PART))
+
+
+def _marks(values: Sequence[Any]) -> str:
+    return ", ".join("?" * len(values))
 
 
 def read_rows(path: Path | str) -> list[Row]:
