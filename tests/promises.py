@@ -8,8 +8,10 @@ weights of every checkpoint bit by bit (with `train.keep_batches`).
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -188,6 +190,51 @@ def check_secrets(run_dir: Path, secrets: Sequence[str]) -> None:
             data = path.read_bytes()
             for secret in secrets:
                 assert secret.encode() not in data, f"promise 10: a secret is in {path}"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What the ledger holds of a group: of its newest attempt."""
+
+    attempt: int
+    state: str
+    tokens: bytes | None
+    rewards: bytes | None
+
+
+def kept_by(config: Config) -> dict[int, Kept]:
+    """What a run that has ended, or was killed, has made durable; {} if it had no ledger yet."""
+    try:
+        rows = read_rows(config.ledger_path)
+        payloads = read_payloads(config.ledger_path, [row.ordinal for row in rows])
+    except sqlite3.OperationalError:  # killed before, or while, it was made
+        return {}
+    found = {}
+    for row in rows:
+        payload = payloads.get(row.ordinal)
+        if payload is None or payload.attempt != row.attempt:
+            found[row.ordinal] = Kept(row.attempt, row.state, None, None)
+        else:
+            found[row.ordinal] = Kept(row.attempt, row.state, payload.tokens, payload.rewards)
+    return found
+
+
+def check_nothing_again(before: Mapping[int, Kept], config: Config) -> None:
+    """Promise 6: what had been generated, or judged, when the process died, is what is there now,
+    as the same attempt. (A group may be discarded since, or final.)"""
+    after = kept_by(config)
+    for ordinal, old in before.items():
+        new = after[ordinal]
+        if new.state == "discarded":
+            continue
+        assert old.state != "discarded", f"promise 1: group {ordinal} was discarded before"
+        for name, was, now in (
+            ("generated", old.tokens, new.tokens),
+            ("judged", old.rewards, new.rewards),
+        ):
+            if was is not None:
+                assert old.attempt == new.attempt, f"promise 6: group {ordinal}: {name} again"
+                assert now is None or was == now, f"promise 6: group {ordinal}: {name} anew"
 
 
 def equal_to_replay(run_dir: Path) -> int:
