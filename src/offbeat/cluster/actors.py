@@ -19,7 +19,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from offbeat.cluster.build import answer, make_engine, make_scorer, make_trainer
-from offbeat.cluster.leftovers import TAG, end_leftovers
+from offbeat.cluster.leftovers import RUN_TAG, TAG, end_leftovers
 from offbeat.cluster.logs import log_to
 from offbeat.cluster.pools import ResourcePool
 from offbeat.cluster.specs import EngineSpec, RunSpec, ScorerSpec, log_folder
@@ -249,6 +249,8 @@ class TrainerActor:
 
     def __init__(self, config: Config, run: RunSpec) -> None:
         log_to(log_folder(config), "train-0")
+        import offbeat.train.trainer  # noqa: F401 - takes seconds, while the other roles start
+
         self._config = config
         self._run = run
 
@@ -365,8 +367,15 @@ def _options(
     """A replacement has no name: its predecessor's may be taken still."""
     options = pool.options(replica, threads=threads)
     name = f"{run.run_id}/{role}/{replica}"
-    options["runtime_env"]["env_vars"] |= {TAG: name}
+    tagged(options, run, name)
     return options | ({"name": name, "namespace": NAMESPACE} if named else {})
+
+
+def tagged(options: dict[str, Any], run: RunSpec, name: str) -> None:
+    """Puts the names by which leftovers are found into an actor's environment."""
+    options["runtime_env"]["env_vars"] |= {TAG: name}
+    if run.directory is not None:
+        options["runtime_env"]["env_vars"] |= {RUN_TAG: str(run.directory)}
 
 
 async def start_again(

@@ -160,6 +160,7 @@ async def make_rewards(
             replace_engine=partial(standing.replace_engine, name),
             replace_scorer=partial(standing.replace_scorer, name),
             start_deadline_seconds=config.cluster.start_deadline_seconds,
+            max_restarts=config.cluster.max_restarts,
             cache_path=config.runs_dir / "verdicts.sqlite",
             seed=config.seed,
             examples=examples,

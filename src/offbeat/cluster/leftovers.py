@@ -1,7 +1,9 @@
 """What a replica that died leaves behind on its node: processes of its own, say an engine's core.
 
 Every replica's process carries the replica's name in its environment, and so do those that it
-starts, also when it died without a word to them. Whoever takes its devices ends them first.
+starts, also when it died without a word to them. Whoever takes its devices ends them first. The
+processes of a run carry its directory too: the driver that has the directory's lock ends those of
+drivers that were killed, which a stopped process outlives.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from pathlib import Path
 from offbeat.errors import OffbeatError
 
 TAG = "OFFBEAT_REPLICA"
+RUN_TAG = "OFFBEAT_RUN"
 GONE_SECONDS = 20.0
 
 log = logging.getLogger(__name__)
@@ -28,25 +31,34 @@ def end_leftovers() -> None:
     not go within `GONE_SECONDS`.
     """
     name = os.environ.get(TAG)
-    if not name:
-        return
+    if name:
+        _end(TAG, name, f"of {name}, which died, hold its devices still")
+
+
+def end_run(directory: Path) -> None:
+    """Kills the processes on this node of earlier starts of the run in `directory`, and waits until
+    they are gone; for whoever has its lock, before it starts any. Raises: see `end_leftovers`."""
+    _end(RUN_TAG, str(directory), f"of an earlier start of {directory} do not end")
+
+
+def _end(tag: str, name: str, said: str) -> None:
     give_up = time.monotonic() + GONE_SECONDS
     seen: set[int] = set()
-    while left := _carrying(name):
+    while left := _carrying(tag, name):
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         seen.update(left)
         if time.monotonic() >= give_up:
-            raise OffbeatError(f"processes {left} of {name}, which died, hold its devices still")
+            raise OffbeatError(f"processes {left} {said}")
         time.sleep(0.05)
     if seen:
         log.info("%s: ended %d processes of its earlier life", name, len(seen))
 
 
-def _carrying(name: str) -> list[int]:
+def _carrying(tag: str, name: str) -> list[int]:
     """Processes other than this one whose environment has the tag; a dead one's is empty."""
-    wanted = f"{TAG}={name}".encode()
+    wanted = f"{tag}={name}".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)

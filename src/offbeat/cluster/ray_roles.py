@@ -14,20 +14,24 @@ from typing import Any, Literal
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from offbeat.cluster.actors import (
     NAMESPACE,
     RayTrainer,
     TrainerActor,
+    of_role,
     remote,
     result,
-    start_again,
     start_engine,
+    tagged,
 )
+from offbeat.cluster.leftovers import end_run
 from offbeat.cluster.plan import PoolPlan, check_memory, plan_pools
 from offbeat.cluster.pools import SLOT, ResourcePool, create_pools, process_env, remove_pools
 from offbeat.cluster.ray_rewards import (
+    Replacer,
     by_place,
     make_judges,
     make_scorers,
@@ -39,7 +43,7 @@ from offbeat.cluster.signals import Signals
 from offbeat.cluster.specs import GoOn, RunSpec, policy_engine, standing, validators
 from offbeat.config import Config
 from offbeat.data import planned_steps
-from offbeat.errors import OffbeatError, UserError
+from offbeat.errors import OffbeatError, RoleDied, UserError
 
 log = logging.getLogger(__name__)
 OBJECT_STORE_BYTES = 256 << 20  # token arrays only; weights go through files
@@ -81,6 +85,9 @@ async def ray_roles(
     """Reserves the pools, starts every actor on its own, and ends them all."""
     address = os.environ.get("RAY_ADDRESS")
     check_memory(config, run.device)
+    directory = config.run_dir.resolve()
+    await asyncio.to_thread(end_run, directory)
+    run = replace(run, directory=directory)
     say(f"joining Ray at {address}" if address else "starting Ray on this machine")
     connect(config, run.device)  # in the main thread: Ray sets signal handlers
     signals.take()  # Ray has put its own in place
@@ -102,6 +109,7 @@ async def ray_roles(
     finally:
         await starter.stop()
         await asyncio.to_thread(leave, pools)
+        await asyncio.to_thread(end_run, directory)
 
 
 async def reserve(config: Config, plans: Sequence[PoolPlan], kind: str) -> dict[str, ResourcePool]:
@@ -149,27 +157,27 @@ class _Starter:
         self._total_steps = trainer.total_steps = planned_steps(config, total)
         self.waiting = "the trainer"
         await trainer.setup(None if run.go_on is None else run.go_on.checkpoint)
-        await self._begin(handle, run.go_on)
+        await result(self._begin(handle, run.go_on))
         return Roles(rollouter, trainer, self._total_steps)
 
-    async def _begin(self, rollouter: ActorHandle, go_on: GoOn | None) -> None:
+    def _begin(self, rollouter: ActorHandle, go_on: GoOn | None) -> Any:
+        """The call's reference."""
         specs = [
             policy_engine(self.config, self.run, i) for i in range(self.config.rollout.replicas)
         ]
-        await result(
-            rollouter.begin.remote(
-                self._replicas["rollout"],
-                self._pools["rollout"],
-                specs,
-                self._total_steps,
-                self._replicas.get("validate", []),
-                self._pools.get("validate"),
-                go_on,
-            )
+        return rollouter.begin.remote(
+            self._replicas["rollout"],
+            self._pools["rollout"],
+            specs,
+            self._total_steps,
+            self._replicas.get("validate", []),
+            self._pools.get("validate"),
+            go_on,
         )
 
     def _start_rollouter(self, *, named: bool) -> ActorHandle:
         options = self._beside_driver("rollouter", named=named)
+        tagged(options, self.run, f"{self.run.run_id}/rollouter/0")
         actor = remote(RollouterActor).options(max_concurrency=1000, **options)
         handle: ActorHandle = actor.remote(self.config, self.run)
         return handle
@@ -177,8 +185,10 @@ class _Starter:
     def _start_trainer(self, lineage: int, *, named: bool = False) -> ActorHandle:
         """The trainer of a lineage; a replacement has no name: its predecessor's may be taken."""
         options = self._pools["train"].options(0, threads=self.config.train.threads)
+        name = f"{self.run.run_id}/train/0"
+        tagged(options, self.run, name)
         if named:
-            options |= {"name": f"{self.run.run_id}/train/0", "namespace": NAMESPACE}
+            options |= {"name": name, "namespace": NAMESPACE}
         actor = remote(TrainerActor, health=True).options(**options)
         handle: ActorHandle = actor.remote(self.config, replace(self.run, lineage=lineage))
         return handle
@@ -187,25 +197,56 @@ class _Starter:
         """Another rollouter, over the replicas that live and replacements of those that do not."""
         await self._mend_replicas()
         handle = self._start_rollouter(named=False)
+        await self._abandon()
         judges, scorers = (
             {name: self._replicas[f"reward/{name}"] for name in standing(sources, kind)}
             for sources in [self.config.active_rewards]
             for kind in ("genrm", "disrm")
         )
-        await result(handle.start.remote(judges, scorers, self._pools))
-        await self._begin(handle, go_on)
+        try:
+            await of_role("rollouter", handle.start.remote(judges, scorers, self._pools))
+            await of_role("rollouter", self._begin(handle, go_on))
+        except BaseException:
+            ray.kill(handle)  # it may have the ledger's lock
+            raise
         return handle
+
+    async def _abandon(self) -> None:
+        """Frees the seats of what the rollouter that died had asked for."""
+        generating = [h for role, found in self._replicas.items() for h in found
+                      if self._generates(role)]  # fmt: skip
+        asked = [handle.abandon.remote() for handle in generating]
+        try:
+            async with asyncio.timeout(ALIVE_SECONDS):
+                await asyncio.gather(*asked, return_exceptions=True)
+        except TimeoutError:  # whoever asks an engine next has a deadline, and replaces it
+            log.warning("an engine does not answer")
+
+    def _generates(self, role: str) -> bool:
+        name = role.partition("/")[2]
+        return not name or self.config.active_rewards[name].kind == "genrm"
 
     async def _mend_replicas(self) -> None:
         """Replaces replicas that died, or were replaced by the rollouter that died."""
-        mends = []
-        for role, handles in self._replicas.items():
-            for index, handle in enumerate(handles):
-                if await alive(handle):
-                    continue
-                start = partial(self._start_replica, role, index)
-                mends.append(start_again(handles, index, start))
-        await asyncio.gather(*mends)
+        places = [(role, i) for role, found in self._replicas.items() for i in range(len(found))]
+        well = await asyncio.gather(*(alive(self._replicas[role][i]) for role, i in places))
+        dead = [place for place, lives in zip(places, well, strict=True) if not lives]
+        replacer = Replacer()
+        try:
+            await asyncio.gather(
+                *(
+                    replacer.again(
+                        self._replicas[role],
+                        index,
+                        self._pools[role],
+                        partial(self._start_replica, role, index),
+                    )
+                    for role, index in dead
+                )
+            )
+        except RayError as error:
+            said = f"a replica did not start beside the rollouter ({type(error).__name__})"
+            raise RoleDied("rollouter", said) from error
 
     def _start_replica(self, role: str, index: int) -> ActorHandle:
         config, run = self.config, self.run

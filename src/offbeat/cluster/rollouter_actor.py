@@ -23,6 +23,7 @@ from offbeat.ledger import Counts, Flag
 from offbeat.records import Batch, Completion, GenerateRequest, Manifest, Payload, Span
 from offbeat.reward.anchors import AnchorReport
 from offbeat.reward.loop import SourceStats
+from offbeat.roles import within
 from offbeat.rollout.dedicated import DedicatedEngines
 from offbeat.rollout.engine import Engine
 from offbeat.rollout.parts import Tally, shorten_collections
@@ -30,11 +31,13 @@ from offbeat.rollout.rollouter import Rollouter
 from offbeat.weights.sync import SyncReport
 
 STOP_SECONDS = 10.0
+FETCH_SECONDS = 60.0
 
 
 async def fetched(completions: Sequence[Completion]) -> list[Payload]:
     """The token arrays of completions, out of the object store."""
-    return list(await asyncio.gather(*(completion.ref for completion in completions)))
+    arrays = asyncio.gather(*(completion.ref for completion in completions))
+    return list(await within(FETCH_SECONDS, "the object store's tokens", arrays))
 
 
 class RollouterActor:

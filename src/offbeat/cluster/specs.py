@@ -63,13 +63,17 @@ class GoOn:
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """What identifies one start of a run; `go_on` None: it begins."""
+    """What identifies one start of a run; `go_on` None: it begins.
+
+    `directory`: the run's, absolute, where this driver has its lock; its processes carry it.
+    """
 
     run_id: str
     device: str
     publish_folder: Path
     lineage: int = 0
     go_on: GoOn | None = None
+    directory: Path | None = None
 
 
 def policy_engine(

@@ -20,6 +20,7 @@ from offbeat.reward.function import FunctionSource
 from offbeat.reward.genrm import GenRM
 from offbeat.reward.judge_engines import EngineBackend, Generator
 from offbeat.reward.judge_http import HttpBackend
+from offbeat.reward.replicas import RESTARTS
 from offbeat.reward.source import RewardSource, Scorer
 
 
@@ -36,6 +37,7 @@ def build_source(
     replace_engine: Callable[[int], Awaitable[Generator]] | None = None,
     replace_scorer: Callable[[int], Awaitable[Scorer]] | None = None,
     start_deadline_seconds: float = 600.0,
+    max_restarts: int = RESTARTS,
     cache_path: Path | None = None,
     seed: int = 0,
 ) -> RewardSource:
@@ -45,7 +47,7 @@ def build_source(
     default `model`); disrm needs `scorers`, and checks them on `examples` too; `transport` replaces
     the network of a base_url.
     `replace_engine` and `replace_scorer` end a replica that died and return a started one in its
-    place, within `start_deadline_seconds`.
+    place, within `start_deadline_seconds`; so often on end at most (`max_restarts`).
     `cache_path` is the file of a genrm's verdict cache, one for all sources of a process that name
     it. `seed` is the run's; engines have theirs from who made them (`identity.source_seed`).
     """
@@ -61,6 +63,7 @@ def build_source(
             examples=examples,
             replace_scorer=replace_scorer,
             start_deadline_seconds=start_deadline_seconds,
+            max_restarts=max_restarts,
         )
     cache = None if cache_path is None else shared_cache(cache_path)
     if section.base_url is not None:
@@ -81,5 +84,6 @@ def build_source(
         name=name,
         replace_engine=replace_engine,
         start_deadline_seconds=start_deadline_seconds,
+        max_restarts=max_restarts,
     )
     return GenRM(name, section, judge, cache)

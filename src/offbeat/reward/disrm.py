@@ -22,7 +22,7 @@ from offbeat.errors import DeadlinePassed, OffbeatError, RequestRefused, RunFail
 from offbeat.records import Reward, ScoreItem, Span
 from offbeat.reward.parity import Difference, RowCheck, difference
 from offbeat.reward.pool import CallFailed
-from offbeat.reward.replicas import Replicas
+from offbeat.reward.replicas import RESTARTS, Replicas
 from offbeat.reward.scorer import TransformersScorer
 from offbeat.reward.source import Logit, Scorer
 from offbeat.reward.template import TemplateFailed
@@ -47,6 +47,7 @@ class DisRM:
         examples: Sequence[ScoreItem] = (),
         replace_scorer: Callable[[int], Awaitable[Scorer]] | None = None,
         start_deadline_seconds: float = 600.0,
+        max_restarts: int = RESTARTS,
     ) -> None:
         """Starts nothing. Whoever placed the scorers starts them before and stops them after.
 
@@ -65,6 +66,7 @@ class DisRM:
             start_deadline_seconds=start_deadline_seconds,
             replace=None if replace_scorer is None else self._replace,
             at_once=1,
+            max_restarts=max_restarts,
         )
         self._line = WaitingLine(name)
         self._proven: RowCheck | None = None

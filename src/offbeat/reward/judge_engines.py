@@ -24,7 +24,7 @@ from offbeat.reward.identity import model_fingerprint
 from offbeat.reward.in_flight import InFlight
 from offbeat.reward.judge import Verdict, Weighed
 from offbeat.reward.pool import CallFailed
-from offbeat.reward.replicas import Replicas
+from offbeat.reward.replicas import RESTARTS, Replicas
 from offbeat.reward.spelling import BEHIND, CannotSpell, Tree, spell
 from offbeat.reward.structure import check_spelling, structure_of
 from offbeat.reward.template import TemplateFailed, encode, encode_chat, load_tokenizer
@@ -72,6 +72,7 @@ class EngineBackend:
         name: str = "genrm",
         replace_engine: Callable[[int], Awaitable[Generator]] | None = None,
         start_deadline_seconds: float = 600.0,
+        max_restarts: int = RESTARTS,
     ) -> None:
         """`tokenizer` is the judge's, or the directory that `start` loads it from.
 
@@ -85,6 +86,7 @@ class EngineBackend:
             deadline_seconds=section.deadline_seconds,
             start_deadline_seconds=start_deadline_seconds,
             replace=replace_engine,
+            max_restarts=max_restarts,
         )
         self._tokenizer, self._section, self._name = tokenizer, section, name
         self._ids = count()

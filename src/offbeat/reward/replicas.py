@@ -6,7 +6,7 @@ hears of it. So whoever asks again meets no dead replica. A replica that is out 
 own devices and joins again; calls that ran on it end at once as `replica_lost`, and calls wait for
 one that is on its way. What a replica does after it was taken out is ignored.
 
-Limits: `RESTARTS` starts on end, failed ones included, until it has served for
+Limits: `max_restarts` starts on end, failed ones included, until it has served for
 `FORGIVEN_SECONDS`; then it is given up. Without any replica calls wait `start_deadline_seconds`
 from the moment the last one was lost. After that, and at once when all are given up, calls fail
 as `unavailable`.
@@ -91,8 +91,10 @@ class Replicas(Generic[M]):
         start_deadline_seconds: float,
         replace: Callable[[int], Awaitable[M]] | None = None,
         at_once: int | None = None,
+        max_restarts: int = RESTARTS,
     ) -> None:
         self._name = name
+        self._max_restarts = max_restarts
         self._deadline, self._start_deadline = deadline_seconds, start_deadline_seconds
         self._replace, self._at_once = replace, at_once
         self._serving = {i: Life(i, engine, 0.0) for i, engine in enumerate(engines)}
@@ -255,7 +257,7 @@ class Replicas(Generic[M]):
         """Starts replica `index` until it serves, or gives it up."""
         died, cause, pause = _now(), died_of, RESTART_PAUSE_SECONDS
         try:
-            while self._starts[index] < RESTARTS:
+            while self._starts[index] < self._max_restarts:
                 self._starts[index] += 1
                 try:
                     await self._restart(index)
