@@ -102,6 +102,10 @@ def _parser() -> argparse.ArgumentParser:
     go_on = add("resume", _resume, "go on with a run that has ended or was killed", config=False)
     go_on.add_argument("run_dir", type=Path, metavar="RUN", help="its directory, or name in runs/")
     go_on.epilog = "settings that do no harm can follow: --section.key value"
+    again = add("replay", _replay, "train from a run's own record, and compare", config=False)
+    again.add_argument("run_dir", type=Path, metavar="RUN", help="its directory, or name in runs/")
+    again.add_argument("--from", type=_count, dest="first", metavar="STEP", help="its checkpoint")
+    again.add_argument("--out", type=Path, metavar="DIR", help="default: RUN/replay")
     evaluate = add("eval", _eval, "validation of a model directory")
     evaluate.add_argument("--model", type=Path, help="model directory; default: [model].path")
     _add_score(add("score", _score, "score a file of answers with a run's reward sources"))
@@ -122,6 +126,12 @@ def _add_score(score: argparse.ArgumentParser) -> None:
     option("--into", default="reward", metavar="C", help="column of the total; default: reward")
     option("--in-flight", type=_positive, metavar="N", help="rows under way at once at most")
     option("--retry-failed", action="store_true", help="go on, and score failed rows once more")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 0 on")
+    return int(text)
 
 
 def _positive(text: str) -> int:
@@ -184,6 +194,12 @@ def _resume(options: argparse.Namespace, overrides: list[str]) -> int:
 
     note = partial(print, "offbeat:", file=sys.stderr)
     return resume(options.run_dir, overrides, print, note)
+
+
+def _replay(options: argparse.Namespace, overrides: list[str]) -> int:
+    from offbeat.cli_replay import replay
+
+    return replay(options.run_dir, options.first, options.out, print)
 
 
 def _eval(options: argparse.Namespace, overrides: list[str]) -> int:

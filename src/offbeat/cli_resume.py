@@ -42,7 +42,7 @@ def plan_resume(run: Path, overrides: Sequence[str] = ()) -> Plan:
     """Reads a run's directory, and nothing else; `UserError` for what the user mends."""
     directory = find_run(run)
     saved = directory / "config.json"
-    before = _of_directory(_saved_config(saved), directory)
+    before = config_of(directory)
     base = before.base_dir
     after = load_config(saved, _placed(overrides, directory), files=False, base=base)
     changes = check_changes(before, after)
@@ -95,6 +95,11 @@ def find_run(run: Path) -> Path:
             "directory of a run, as `offbeat train` says it"
         )
     return found.resolve()
+
+
+def config_of(directory: Path) -> Config:
+    """The configuration that a run's directory (absolute) holds, as it lies now."""
+    return _of_directory(_saved_config(directory / "config.json"), directory)
 
 
 def _where(directory: Path, go_on: GoOn | None) -> str:
