@@ -46,7 +46,10 @@ def present(reward: Reward) -> bool:
 def combine_group(rewards: Sequence[Mapping[str, Reward]], config: Sections) -> list[Combined]:
     """One `Combined` a sample of a group; the keys of `rewards` are the sources that score it."""
     alone = [_alone(of_sample, config) for of_sample in rewards]
-    vetoed = [_vetoed(of_sample, config) for of_sample in rewards]
+    vetoes = {
+        name: section.veto_below for name, section in config.items() if section.role == "veto"
+    }
+    vetoed = [bool(vetoes) and _vetoed(of_sample, vetoes) for of_sample in rewards]
     found = [
         _decided(one, "keep" if veto else decide(of_sample, config, one.total))
         for one, veto, of_sample in zip(alone, vetoed, rewards, strict=True)
@@ -101,19 +104,18 @@ def _alone(rewards: Mapping[str, Reward], config: Sections) -> Combined:
     """What the sources add, times the gates that multiply; vetoes left out."""
     values = _values(rewards)
     factor = math.prod(value for n, value in values.items() if config[n].role == "multiply")
-    adding = {name: section for name, section in config.items() if name in rewards}
-    adding = {name: section for name, section in adding.items() if section.role == "add"}
-    parts = {name: value * factor for name, value in values.items() if name in adding}
-    parts = {name: value for name, value in parts.items() if math.isfinite(value)}
-    weights = {name: section.weight for name, section in adding.items()}
+    weights = {n: s.weight for n, s in config.items() if n in rewards and s.role == "add"}
+    parts = {
+        name: part
+        for name, value in values.items()
+        if name in weights and math.isfinite(part := value * factor)
+    }
     return Combined(weighted_sum(parts, weights), parts, "keep")
 
 
-def _vetoed(rewards: Mapping[str, Reward], config: Sections) -> bool:
-    return any(
-        config[name].role == "veto" and value < config[name].veto_below
-        for name, value in _values(rewards).items()
-    )
+def _vetoed(rewards: Mapping[str, Reward], vetoes: Mapping[str, float]) -> bool:
+    """`vetoes`: each veto's own bound."""
+    return any(value < vetoes[n] for n, value in _values(rewards).items() if n in vetoes)
 
 
 def _worst(name: str, weight: float, free: Sequence[Combined]) -> float:

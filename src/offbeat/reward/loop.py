@@ -157,7 +157,7 @@ class RewardLoop:
             return []
         names = self._picked(items[0])
         grouped = [name for name in names if self._config[name].grouped]
-        compared = await self._all_of(grouped, items, scope, attempt)
+        compared = await self._all_of(grouped, items, scope, attempt) if grouped else {}
         rewards = [
             {name: compared[name][i] if name in compared else rated[i][name] for name in names}
             for i in range(len(items))
@@ -275,20 +275,23 @@ class RewardLoop:
         if self._transcripts is not None:
             rows = [{name: found[name][i] for name in names} for i in range(len(items))]
             self._transcripts.write(scope, attempt, items, rows)
-        return {name: [self._count(name, r, scope) for r in of] for name, of in found.items()}
+        counted = [self._counters(scope), *([self._step] if scope == TRAIN else ())]
+        return {
+            name: [self._count(name, r, [of_all[name] for of_all in counted]) for r in of]
+            for name, of in found.items()
+        }
 
-    def _count(self, name: str, reward: Reward, scope: str) -> Reward:
+    def _count(self, name: str, reward: Reward, counted: Sequence[Counters]) -> Reward:
         """Counts what happened; with on_failure "abstain" a failure then counts as no opinion."""
-        self._counters(scope)[name].add(reward)
-        if scope == TRAIN:
-            self._step[name].add(reward)
+        for counters in counted:
+            counters.add(reward)
         if reward.status == "failed" and self._config[name].on_failure == "abstain":
             reward = replace(reward, status="abstained")
         return replace(reward, transcripts=()) if reward.transcripts else reward
 
     def _normalised(self, rewards: Sequence[Rewards], *, learn: bool) -> list[Rewards]:
         """With each source's own normalisation, by the same constants for the whole group."""
-        found = [dict(one) for one in rewards]
+        found = [dict(one) for one in rewards] if self._normalizers else list(rewards)
         for name, normalizer in self._normalizers.items():
             places = [i for i, one in enumerate(found) if name in one and present(one[name])]
             values = [value for i in places if (value := found[i][name].value) is not None]
@@ -314,8 +317,9 @@ class RewardLoop:
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             rewards = await self._ask(name, items)
         self._watch.record(name, items, rewards)
-        more = retries + lost
-        return [replace(r, retries=r.retries + more) if more else r for r in rewards]
+        if not (more := retries + lost):
+            return rewards
+        return [replace(reward, retries=reward.retries + more) for reward in rewards]
 
     async def _ask(self, name: str, items: Sequence[ScoreItem]) -> list[Reward]:
         """One call; what breaks the source's contract becomes a typed failure too."""

@@ -180,15 +180,18 @@ class Generation:
 class _Limit:
     """Ends the wait for an item at `until`, or in the moment the engine is taken out.
 
-    One timer for a whole stream: entered around it, while items are taken with `next`.
+    One timer for a whole stream: entered around it, by the task that takes items with `next`.
     """
 
     def __init__(self, replica: Replica[Engine], until: float) -> None:
         self._replica, self._engine, self._until = replica, replica.engine, until
         self._over = False
-        self._waiting: asyncio.Task[Any] | None = None
+        self._waiting = False
 
     def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
         self._watched = self._replica.watched(self._end)
         self._watched.__enter__()
         self._timer = asyncio.get_running_loop().call_at(self._until, self._end)
@@ -206,25 +209,23 @@ class _Limit:
         """
         if self._over or self._replica.has_left(self._engine):
             raise self._why()
-        self._waiting = task = asyncio.current_task()
-        assert task is not None
-        others = task.cancelling()
+        self._waiting, others = True, self._task.cancelling()
         try:
             return await anext(stream, None)
         except asyncio.CancelledError:
-            if self._over and task.cancelling() == others + 1:
+            if self._over and self._task.cancelling() == others + 1:
                 raise self._why() from None
             raise
         finally:
-            self._waiting = None
+            self._waiting = False
             if self._over:
-                task.uncancel()
+                self._task.uncancel()
 
     def _end(self) -> None:
         if not self._over:
             self._over = True
-            if self._waiting is not None:
-                self._waiting.cancel()
+            if self._waiting:
+                self._task.cancel()
 
     def _why(self) -> Exception:
         if self._replica.has_left(self._engine):
