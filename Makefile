@@ -20,7 +20,7 @@ ifneq ($(and $(filter vllm,$(ENGINE)),$(filter-out $(VLLM_PLATFORM),$(PLATFORM))
 $(error vLLM has no build for $(PLATFORM); leave ENGINE=vllm out here)
 endif
 
-.PHONY: demo demo-table test check bench bench-rewards faults soak mutations clean
+.PHONY: demo demo-table test check bench bench-rewards bench-reliability faults soak mutations clean
 
 demo: $(VENV)/.demo $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)  ## a pretrained model learns from a judge, a scorer and a rule at once; ENGINE=vllm: on vLLM
 	$(BIN)/python -m examples.max_of_three.demo --reward $(REWARD) --engine $(ENGINE)
@@ -52,6 +52,9 @@ mutations: $(VENV)/.dev  ## takes safeguards out of the code, one by one: a test
 
 bench-rewards: $(VENV)/.dev  ## rewards beside generation: 1,000 judge calls at once, a slow judge, overlap
 	$(BIN)/python benchmarks/rewards.py
+
+bench-reliability: $(VENV)/.dev  ## what durability costs: groups a second, bytes a group, how long a commit waits
+	$(BIN)/python benchmarks/reliability.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

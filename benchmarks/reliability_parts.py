@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,12 +48,11 @@ class ReadyEngine(SleepingEngine):
 
 
 @dataclass(frozen=True, slots=True)
-class Turnover:
-    """What a run of nothing but bookkeeping came to, its first part left out.
+class Stretch:
+    """Some seconds of a run of nothing but bookkeeping.
 
-    `groups` were trained in `seconds`; the process used `cpu` seconds meanwhile and the store's
-    thread `store` of them. `stall` is the loop's longest, in seconds. `overhead` are the file's
-    bytes a group besides the payload, of `kept` groups whose payload is all there.
+    `groups` were trained in `seconds`; the process used `cpu` seconds meanwhile, the store's thread
+    `store` of them. `stall` is the loop's longest, in seconds.
     """
 
     groups: int
@@ -61,8 +60,6 @@ class Turnover:
     cpu: float
     store: float
     stall: float
-    overhead: float
-    kept: int
 
 
 def settings(folder: Path, group_size: int, *, keep_batches: bool) -> Config:
@@ -87,41 +84,30 @@ def settings(folder: Path, group_size: int, *, keep_batches: bool) -> Config:
 async def turn_over(
     folder: Path,
     group_size: int,
+    stretches: Sequence[float],
     *,
-    warm: float,
-    seconds: float,
     keep_batches: bool = False,
     engine: Engine | None = None,
-) -> Turnover:
-    """The trainer's side takes, books and publishes, as fast as it is given batches."""
+) -> list[Stretch]:
+    """The trainer's side takes, books and publishes, as fast as it is given batches; what came of
+    each of the stretches, which last so many seconds. The ledger stays in `folder`."""
     config = settings(folder, group_size, keep_batches=keep_batches)
     section = RewardSourceSection.model_validate({"kind": "function", "function": "none.py:none"})
     loop = await RewardLoop.create({"length": Length()}, {"length": section})
+    found, step = [], 0
     async with rollouter(config, engine or ReadyEngine(), loop, folder) as core:
-        step, _ = await _steps(core, 0, warm)
-        await core.drain()
-        store = core.books.store
-        cpu, busy, begun = time.process_time(), store.busy_seconds, time.monotonic()
-        last, stall = await _steps(core, step, seconds)
-        used = time.process_time() - cpu, store.busy_seconds - busy
-        lasted = time.monotonic() - begun
+        for seconds in stretches:
+            stretch = await _stretch(core, step, seconds)
+            found.append(stretch)
+            step += stretch.groups // GROUPS_PER_STEP
     await loop.stop()
-    kept, overhead = overhead_of(folder / "ledger.sqlite")
-    groups = (last - step) * GROUPS_PER_STEP
-    return Turnover(groups, lasted, *used, stall, overhead, kept)
+    return found
 
 
-async def pace(folder: Path, group_size: int, seconds: float) -> Turnover:
-    """The same with an engine that takes its time, as a small run's does."""
-    return await turn_over(
-        folder, group_size, warm=1.0, seconds=seconds, engine=SleepingEngine(0.4, 8)
-    )
-
-
-async def _steps(core: Rollouter, step: int, seconds: float) -> tuple[int, float]:
-    """Trains for so long; the next step, and the loop's longest stall."""
-    until, stall = time.monotonic() + seconds, 0.0
-    while time.monotonic() < until:
+async def _stretch(core: Rollouter, first: int, seconds: float) -> Stretch:
+    store, stall, step = core.books.store, 0.0, first
+    begun, cpu, busy = time.monotonic(), time.process_time(), store.busy_seconds
+    while time.monotonic() < begun + seconds:
         batch = await core.batch(step)
         await core.trained(step, {group.prompt.ordinal: "signal" for group in batch.groups})
         step += 1
@@ -129,18 +115,26 @@ async def _steps(core: Rollouter, step: int, seconds: float) -> tuple[int, float
         if step % CHECKPOINT_EVERY == 0:
             await core.checkpointed(step)
             stall = max(stall, (await core.drain())[2].loop_lag_seconds)
-    return step, max(stall, (await core.drain())[2].loop_lag_seconds)
+    stall = max(stall, (await core.drain())[2].loop_lag_seconds)
+    return Stretch(
+        (step - first) * GROUPS_PER_STEP,
+        time.monotonic() - begun,
+        time.process_time() - cpu,
+        store.busy_seconds - busy,
+        stall,
+    )
 
 
 def overhead_of(path: Path) -> tuple[int, float]:
-    """Groups whose payload is in a closed ledger file, and the file's bytes a group besides it."""
+    """Groups in a closed ledger file that has the payload of each, and its bytes a group besides
+    that."""
     with closing(sqlite3.connect(path)) as db:
-        rows, size = db.execute(
-            "SELECT COUNT(*), SUM(LENGTH(t.packed) + LENGTH(r.packed)) FROM tokens t "
+        (size,) = db.execute(
+            "SELECT SUM(LENGTH(t.packed) + LENGTH(r.packed)) FROM tokens t "
             "JOIN rewards r USING (ordinal)"
         ).fetchone()
         (groups,) = db.execute("SELECT COUNT(*) FROM groups").fetchone()
-    return rows, (path.stat().st_size - (size or 0)) / groups
+    return groups, (path.stat().st_size - size) / groups
 
 
 @dataclass(frozen=True, slots=True)
