@@ -1,0 +1,73 @@
+"""What a driver that was killed leaves behind, a trainer that is asked twice for a step, and how
+often reward replicas begin again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from tests.unit.test_reward_replicas import Mortal, Stock, drive, outcomes, replicas
+from trainer_cases import make_model, make_trainer, record_steps, to_batch, weights_of
+
+from offbeat.cluster.leftovers import RUN_TAG, end_run
+from offbeat.errors import RunFailed
+
+
+def test_stopped_processes_of_an_earlier_start_are_ended_and_no_others(tmp_path: Path) -> None:
+    def start(directory: Path) -> subprocess.Popen[bytes]:
+        code = "import time; print(flush=True); time.sleep(300)"
+        command = [sys.executable, "-c", code]
+        env = os.environ | {RUN_TAG: str(directory)}
+        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        return process
+
+    mine, other = start(tmp_path / "runs" / "a"), start(tmp_path / "runs" / "ab")
+    try:
+        mine.send_signal(signal.SIGSTOP)
+        end_run(tmp_path / "runs" / "a")
+        assert mine.wait(timeout=10) == -signal.SIGKILL
+        assert other.poll() is None
+    finally:
+        mine.kill()
+        other.kill()
+        mine.communicate()
+        other.communicate()
+
+
+def test_a_step_whose_answer_was_lost_is_answered_again_and_trained_once(tmp_path: Path) -> None:
+    trainer = make_trainer(make_model(tmp_path / "actor"))
+    trainer.setup()
+    try:
+        first, second = (to_batch(step, groups) for step, groups in enumerate(record_steps(2)))
+        trainer.step(*first)
+        done = trainer.step(*second)
+        after = {name: weight.clone() for name, weight in weights_of(trainer).items()}
+        assert trainer.step(*second) == done
+        assert trainer.version.step == 2
+        assert all(torch.equal(after[name], w) for name, w in weights_of(trainer).items())
+        with pytest.raises(RunFailed, match="at step 2 and got batch 0"):
+            trainer.step(*first)
+    finally:
+        trainer.close()
+
+
+@pytest.mark.parametrize("most", [0, 1, 5])
+def test_a_reward_replica_begins_again_as_often_as_is_set(most: int) -> None:
+    async def main() -> None:
+        replace = Stock(*[Mortal(0) for _ in range(20)], seconds=0.0)
+        routes = replicas(Mortal(0), replace=replace, max_restarts=most)
+        for _ in range(most + 3):
+            await outcomes(routes, 1)
+        assert replace.asked == [0] * most
+        await routes.stop()
+
+    drive(main)
