@@ -18,6 +18,7 @@ for _key, _value in {
     os.environ.setdefault(_key, _value)
 
 from collections.abc import Callable  # noqa: E402
+from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
@@ -71,44 +72,51 @@ ProjectMaker = Callable[..., Path]
 @pytest.fixture
 def project(tmp_path: Path, models: Path) -> ProjectMaker:
     """Writes a run's TOML into the test's folder; keywords are `section__key=value`."""
+    return partial(make_project, tmp_path, models)
 
-    def make(sources: tuple[str, ...] = ("rule",), name: str = "run", **changes: object) -> Path:
-        values: dict[str, dict[str, object]] = {
-            "model": {"path": str(models / "actor"), "dtype": "float32"},
-            "data": {"train": str(models / "train.jsonl")},
-            "rollout": {"max_tokens": 8, "max_context": 64, "group_size": 4, "seats": 16},
-            "train": {"groups_per_step": 2, "steps": 4, "learning_rate": 1e-4},
-            "cluster": {"backend": "local", "slots": 4},
+
+def make_project(
+    folder: Path,
+    models: Path,
+    sources: tuple[str, ...] = ("rule",),
+    name: str = "run",
+    **changes: object,
+) -> Path:
+    """Writes a run's TOML into `folder`; keywords are `section__key=value`."""
+    values: dict[str, dict[str, object]] = {
+        "model": {"path": str(models / "actor"), "dtype": "float32"},
+        "data": {"train": str(models / "train.jsonl")},
+        "rollout": {"max_tokens": 8, "max_context": 64, "group_size": 4, "seats": 16},
+        "train": {"groups_per_step": 2, "steps": 4, "learning_rate": 1e-4},
+        "cluster": {"backend": "local", "slots": 4},
+    }
+    if "rule" in sources:
+        values["reward.rule"] = {
+            "kind": "function",
+            "function": f"{models / 'rewards.py'}:letters",
         }
-        if "rule" in sources:
-            values["reward.rule"] = {
-                "kind": "function",
-                "function": f"{models / 'rewards.py'}:letters",
-            }
-        if "judge" in sources:
-            values["reward.judge"] = {
-                "kind": "genrm",
-                "model": str(models / "judge"),
-                "template": str(models / "judge.jinja"),
-                "max_tokens": 2,
-                "max_context": 96,
-                "on_failure": "abstain",
-                "retries": 0,
-            }
-        if "scorer" in sources:
-            values["reward.scorer"] = {
-                "kind": "disrm",
-                "model": str(models / "scorer"),
-                "max_context": 64,
-            }
-        for key, value in changes.items():
-            section, _, setting = key.rpartition("__")
-            values.setdefault(section.replace("__", "."), {})[setting] = value
-        path = tmp_path / f"{name}.toml"
-        path.write_text(_toml(name, values))
-        return path
-
-    return make
+    if "judge" in sources:
+        values["reward.judge"] = {
+            "kind": "genrm",
+            "model": str(models / "judge"),
+            "template": str(models / "judge.jinja"),
+            "max_tokens": 2,
+            "max_context": 96,
+            "on_failure": "abstain",
+            "retries": 0,
+        }
+    if "scorer" in sources:
+        values["reward.scorer"] = {
+            "kind": "disrm",
+            "model": str(models / "scorer"),
+            "max_context": 64,
+        }
+    for key, value in changes.items():
+        section, _, setting = key.rpartition("__")
+        values.setdefault(section.replace("__", "."), {})[setting] = value
+    path = folder / f"{name}.toml"
+    path.write_text(_toml(name, values))
+    return path
 
 
 def _toml(name: str, values: dict[str, dict[str, object]]) -> str:
