@@ -15,7 +15,7 @@ from offbeat.track.summary import RunStats, build_summary, write_summary
 
 KEYS = {
     "status", "steps", "wall_seconds", "groups", "staleness", "validation", "rewards",
-    "throughput", "busy", "overlap", "sync", "drift", "health", "anchors",
+    "throughput", "busy", "overlap", "sync", "drift", "health", "anchors", "starts", "store_seconds",
 }  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def record(step: int, judge: float | None, scored: int = 4, **more: Any) -> dict
         "groups": 2, "no_signal": 0, "applied": True,
         "groups_counts": {"admitted": 2 * step + 6, "trained": 2 * step + 2,
                           "discarded": {"min_scored": 1}, "live": 3},
-        "loop_lag_ms": 1.0,
+        "loop_lag_ms": 1.0, "store_seconds": 0.25,
     } | more  # fmt: skip
 
 
@@ -126,6 +126,7 @@ def test_a_redone_step_counts_once() -> None:
     summary = build_summary(stats, status="finished", now=1010.0)
     assert summary["steps"] == 3
     assert summary["rewards"]["judge"]["scored"] == 12
+    assert summary["store_seconds"] == 0.75
 
 
 def test_a_failed_run_says_why_and_how_far_it_came() -> None:
