@@ -3,11 +3,13 @@ often reward replicas begin again."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from trainer_cases import make_model, make_trainer, record_steps, to_batch, weig
 
 from offbeat.cluster.leftovers import RUN_TAG, end_run
 from offbeat.errors import RunFailed
+from offbeat.records import PolicyVersion
+from offbeat.weights.transport import FolderTransport
 
 
 def test_stopped_processes_of_an_earlier_start_are_ended_and_no_others(tmp_path: Path) -> None:
@@ -71,3 +75,27 @@ def test_a_reward_replica_begins_again_as_often_as_is_set(most: int) -> None:
         await routes.stop()
 
     drive(main)
+
+
+def test_the_newest_version_of_a_trainer_that_died_stays_until_engines_have_a_newer_one(
+    tmp_path: Path,
+) -> None:
+    def publish(transport: FolderTransport, lineage: int, step: int) -> Path:
+        return Path(transport.publish({"a": torch.ones(3)}, {}, PolicyVersion(lineage, step)).path)
+
+    dead = FolderTransport(tmp_path, "run-1")
+    first, newest = publish(dead, 0, 1), publish(dead, 0, 2)
+    stranger = FolderTransport(tmp_path, "run-2")
+    for transport in (dead, stranger):  # their processes have ended
+        (transport.folder / "owner.json").write_text(json.dumps({"host": gethostname(), "pid": 0}))
+    again = FolderTransport(tmp_path, "run-1")
+    assert not first.exists()
+    assert newest.exists()
+    assert not stranger.folder.exists()
+    publish(again, 1, 1)
+    publish(again, 1, 2)
+    assert newest.exists()
+    publish(again, 1, 3)
+    assert not dead.folder.exists()
+    again.close()
+    assert list(tmp_path.iterdir()) == []

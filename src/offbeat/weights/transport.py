@@ -19,7 +19,7 @@ import socket
 import tempfile
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -92,12 +92,17 @@ def make_transport(config: Config, device: torch.device, folder: Path, run_id: s
 
 
 class FolderTransport:
-    """Publishes versions into a folder of its own under `folder`; sweeps those of dead runs."""
+    """Publishes versions into a folder of its own under `folder`; sweeps those of dead runs.
+
+    Where a trainer of this very run has died, its newest version stays until all engines have one
+    of this transport: an engine that is replaced meanwhile has something to join with.
+    """
 
     def __init__(self, folder: Path, run_id: str) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            sweep(folder)
+            self._before = _keep_newest(folder, run_id)
+            sweep(folder, keep=self._before)
             self.folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{run_id}-", dir=folder))
         except OSError as error:
             raise UserError(
@@ -128,6 +133,8 @@ class FolderTransport:
         partial.replace(path)
         manifest = Manifest(version, "full", str(path), entries, tied=dict(tied))
         self._published = [old for old in self._published if old.version != version] + [manifest]
+        if len(self._published) == KEEP_VERSIONS:  # engines have all but the newest
+            self._forget_before()
         while len(self._published) > KEEP_VERSIONS:
             Path(self._published.pop(0).path).unlink(missing_ok=True)
         return manifest
@@ -144,6 +151,11 @@ class FolderTransport:
     def close(self) -> None:
         """Removes the folder; files that engines still map live on until they let go."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        self._forget_before()
+
+    def _forget_before(self) -> None:
+        while self._before:
+            shutil.rmtree(self._before.pop(), ignore_errors=True)
 
     def _check_room(self, needed: int) -> None:
         free = shutil.disk_usage(self.folder).free
@@ -214,11 +226,22 @@ def choose_folder(config: Config, bytes_needed: int) -> Path:
     return config.run_dir / "weights"
 
 
-def sweep(folder: Path) -> list[Path]:
-    """Removes Offbeat's folders under `folder` whose owner on this host is dead; returns them."""
+def _keep_newest(folder: Path, run_id: str) -> list[Path]:
+    """The folders of dead trainers of a run, with their newest version alone."""
+    dead = [path for path in folder.glob(f"{_PREFIX}{run_id}-*") if path.is_dir() and _is_dead(path)]
+    for path in dead:
+        versions = sorted(path.glob("*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
+        for old in [*versions[:-1], *path.glob("*.partial")]:
+            old.unlink(missing_ok=True)
+    return dead
+
+
+def sweep(folder: Path, keep: Sequence[Path] = ()) -> list[Path]:
+    """Removes Offbeat's folders under `folder` whose owner on this host is dead, but those to
+    `keep`; returns them."""
     swept = []
     for path in folder.glob(f"{_PREFIX}*"):
-        if path.is_dir() and _is_dead(path):
+        if path.is_dir() and path not in keep and _is_dead(path):
             shutil.rmtree(path, ignore_errors=True)
             swept.append(path)
     return swept
