@@ -43,6 +43,8 @@ class Restored:
 class Keeper(Protocol):
     """What the books need of `offbeat.store.Store`, which says what each call does."""
 
+    busy_seconds: float
+
     def put(
         self,
         rows: Iterable[Row],
@@ -230,8 +232,9 @@ class Books:
     async def trained(self, step: int, flags: Mapping[int, Flag]) -> Counts:
         """Books a step; again: nothing happens."""
         await apoint("ledger.trained")
+        final = self.ledger.batch(step) is None and step < self.next_step
         rows = [self.ledger.row(ordinal) for ordinal in flags]
-        if not all(row is not None and row.state == "trained" for row in rows):
+        if not final and not all(row is not None and row.state == "trained" for row in rows):
             self.ledger.trained(step, flags)
             self._record()
         return self.ledger.counts()

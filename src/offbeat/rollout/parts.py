@@ -38,10 +38,11 @@ class PromptSource(Protocol):
 
 @dataclass(slots=True)
 class Tally:
-    """Numbers since they were last read."""
+    """Numbers since they were last read; `store_seconds` is CPU time of the store's writer."""
 
     generated_tokens: int = 0
     loop_lag_seconds: float = 0.0
+    store_seconds: float = 0.0
 
 
 def too_few(samples: Sequence[Sample]) -> str:

@@ -81,6 +81,7 @@ class Rollouter:
             stop=config.rollout.stop,
         )
         self.books = books
+        self._store_busy = books.store.busy_seconds
         self._replace = replace
         self._buffer, self._ledger = books.buffer, books.ledger
         self._changed = asyncio.Condition()
@@ -288,6 +289,8 @@ class Rollouter:
             drains.append(self._validator.drain_spans)
         spans = await spans_of(drains)
         tally, self.lives.tally = self.lives.tally, Tally()
+        before, self._store_busy = self._store_busy, self.books.store.busy_seconds
+        tally.store_seconds = self._store_busy - before
         return spans, self.sync.drain_reports(), tally
 
     async def stop(self) -> None:

@@ -52,6 +52,8 @@ class MemoryStore:
     """One process's hold on `tables`. `delay()` gives the seconds until a commit; `seen(rows)` is
     told of every put, in order."""
 
+    busy_seconds = 0.0  # it uses no thread
+
     def __init__(
         self, tables: Tables, delay: Callable[[], float], seen: Callable[[list[Row]], None]
     ) -> None:

@@ -85,6 +85,8 @@ class TallyFacts(Protocol):
     def generated_tokens(self) -> int: ...
     @property
     def loop_lag_seconds(self) -> float: ...
+    @property
+    def store_seconds(self) -> float: ...
 
 
 class SourceFacts(Protocol):
@@ -227,6 +229,7 @@ class Recorder:
             "applied": result.applied,
             "groups_counts": dict(counts),
             "loop_lag_ms": 1000 * tally.loop_lag_seconds,
+            "store_seconds": tally.store_seconds,
             "health": self._health_of(batch),
         }
         self._metrics.write(record)

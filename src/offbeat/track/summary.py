@@ -46,6 +46,7 @@ class _Step:
     staleness_max: int | None
     drift: str | None
     difference: float | None
+    store: float
 
 
 class RunStats:
@@ -170,6 +171,7 @@ def _kept(record: Record) -> _Step:
         staleness_max=staleness["max"],
         drift=record.get("drift"),
         difference=_difference(record),
+        store=float(record.get("store_seconds", 0.0)),
     )
 
 
@@ -213,6 +215,7 @@ def build_summary(
         "throughput": _throughput(steps, first, wall),
         "busy": busy(spans, *window, replicas),
         "overlap": overlap(spans, *window),
+        "store_seconds": math.fsum(step.store for step in steps),
         "sync": _sync(stats.pauses),
         "drift": drift_summary([(step.drift, step.difference) for step in steps]),
         "health": _health(stats),
