@@ -31,6 +31,7 @@ from offbeat.data import (
     planned_steps,
     select_rows,
 )
+from offbeat.disk import check_local
 from offbeat.errors import UserError
 from offbeat.pick import picked
 from offbeat.records import Prompt, ScoreItem
@@ -60,6 +61,8 @@ def preflight(
             f"offbeat resume {config.run_dir}"
         )
     check_no_passwords(config)
+    if assumed is None:
+        check_local(config.ledger_path)
     check_devices(config, say, assumed)
     check_engines(config, say, assumed=assumed is not None)
     elsewhere = assumed is not None

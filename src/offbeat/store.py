@@ -15,20 +15,21 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import cast
 
+from offbeat.disk import check_local
 from offbeat.errors import RunFailed
 from offbeat.faults import point
 from offbeat.ledger import Counts, Row, State
+from offbeat.store_work import PAYLOAD, Bytes, Put, gathered, insert, marks, split
 
 GROUP_SECONDS = 0.004  # the longest that a put waits for company before its commit starts
 LOCK_PAUSE_SECONDS = 0.1
-PART = 1000  # rows of one statement: SQLite takes 32,766 values
 SCHEMA = "2"
 _TABLES = """
 CREATE TABLE IF NOT EXISTS groups (
@@ -40,11 +41,6 @@ CREATE TABLE IF NOT EXISTS rewards (
   ordinal INTEGER PRIMARY KEY, attempt INTEGER NOT NULL, packed BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
-T = TypeVar("T")
-_PAYLOAD = ("tokens", "rewards")
-
-Bytes = Callable[[], bytes]
-"""Makes bytes on the writer's thread."""
 
 
 class StoreError(RunFailed):
@@ -61,17 +57,6 @@ class Recorded:
     rewards: bytes | None
 
 
-@dataclass(slots=True)
-class _Put:
-    rows: list[Row] = field(default_factory=list)
-    meta: list[tuple[str, str]] = field(default_factory=list)
-    tokens: tuple[int, int, Bytes] | None = None  # ordinal, attempt
-    rewards: tuple[int, int, Bytes] | None = None
-    release: tuple[int, ...] = ()
-    final_before: int | None = None
-    done: Future[None] = field(default_factory=Future)
-
-
 class Store:
     """The durable ledger of one run. Methods may be called from any thread.
 
@@ -84,12 +69,14 @@ class Store:
         wait_seconds: how long another process's lock is waited for.
 
     Raises:
+        UserError: the file is on a network file system.
         StoreError: the file is no ledger of this version, or another process writes it.
         sqlite3.Error: the file cannot be opened.
     """
 
     def __init__(self, path: Path | str, wait_seconds: float = 0.0) -> None:
         self.path = Path(path)
+        check_local(self.path)
         self.busy_seconds = 0.0  # CPU time that the writer has used
         self._lock_fd = lock_file(self.path, wait_seconds)
         try:
@@ -97,7 +84,7 @@ class Store:
         except BaseException:
             os.close(self._lock_fd)
             raise
-        self._queue: queue.SimpleQueue[_Put | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Put | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
         self._failure: Exception | None = None
@@ -125,12 +112,12 @@ class Store:
         Raises:
             StoreError: the store is closed.
         """
-        put = _Put(list(rows), [], tokens, rewards, tuple(release), final_before)
+        put = Put(list(rows), [], tokens, rewards, tuple(release), final_before)
         return self._submit(put)
 
     def put_meta(self, key: str, value: str) -> Future[None]:
         """Queues one key of the table `meta`, in order with `put`. Result and errors: see `put`."""
-        return self._submit(_Put(meta=[(key, value)]))
+        return self._submit(Put(meta=[(key, value)]))
 
     def close(self) -> None:
         """Commits what is queued and ends the writer. Again: nothing happens."""
@@ -169,14 +156,14 @@ class Store:
             target.execute("BEGIN")
             for table in ("groups", "meta"):
                 target.execute(f"INSERT INTO {table} SELECT * FROM source.{table}")
-            for table in _PAYLOAD:
+            for table in PAYLOAD:
                 target.execute(
                     f"INSERT INTO {table} SELECT * FROM source.{table} WHERE ordinal IN (SELECT "
                     "ordinal FROM source.groups WHERE state NOT IN ('trained', 'discarded'))"
                 )
             target.execute("COMMIT")
 
-    def _submit(self, put: _Put) -> Future[None]:
+    def _submit(self, put: Put) -> Future[None]:
         with self._lock:
             if self._closed:
                 raise StoreError(f"{self.path} is closed")
@@ -195,9 +182,9 @@ class Store:
         self._db.close()
         os.close(self._lock_fd)
 
-    def _gather(self) -> tuple[list[_Put], bool]:
+    def _gather(self) -> tuple[list[Put], bool]:
         """The puts of the next commit, and whether there will be more."""
-        puts: list[_Put] = []
+        puts: list[Put] = []
         item = self._queue.get()
         if item is not None:
             time.sleep(GROUP_SECONDS)  # one wake-up for all that come meanwhile
@@ -209,7 +196,7 @@ class Store:
                 return puts, True
         return puts, False
 
-    def _commit(self, puts: list[_Put]) -> None:
+    def _commit(self, puts: list[Put]) -> None:
         if self._failure is None:
             try:
                 self._transact(puts)
@@ -223,20 +210,20 @@ class Store:
                 failure.__cause__ = self._failure
                 put.done.set_exception(failure)
 
-    def _transact(self, puts: list[_Put]) -> None:
-        work = _gathered(puts)
+    def _transact(self, puts: list[Put]) -> None:
+        work = gathered(puts)
         point("store.before_commit")
         with self._db as db:
             db.execute("BEGIN IMMEDIATE")
-            _insert(db, "groups", work.rows)
-            _insert(db, "meta", work.meta)
-            _insert(db, "tokens", work.tokens)
-            _insert(db, "rewards", work.rewards)
+            insert(db, "groups", work.rows)
+            insert(db, "meta", work.meta)
+            insert(db, "tokens", work.tokens)
+            insert(db, "rewards", work.rewards)
             if work.gone or work.final_before is not None:
                 point("store.before_release")
-            for table in _PAYLOAD:
-                for some in _split(work.gone):
-                    db.execute(f"DELETE FROM {table} WHERE ordinal IN ({_marks(some)})", some)
+            for table in PAYLOAD:
+                for some in split(work.gone):
+                    db.execute(f"DELETE FROM {table} WHERE ordinal IN ({marks(some)})", some)
                 if work.final_before is not None:
                     db.execute(
                         f"DELETE FROM {table} WHERE ordinal IN (SELECT ordinal FROM {table} JOIN "
@@ -245,69 +232,6 @@ class Store:
                     )
             point("store.in_commit")
         point("store.after_commit")
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """What one commit writes, as the parameters of its statements."""
-
-    rows: list[tuple[int, int, str, int | None, str | None, int]]
-    meta: list[tuple[str, str]]
-    tokens: list[tuple[int, int, bytes]]
-    rewards: list[tuple[int, int, bytes]]
-    gone: list[int]
-    final_before: int | None
-
-
-def _gathered(puts: Iterable[_Put]) -> _Work:
-    """All puts in their order: of each group the newest row, tokens and rewards alone."""
-    rows: dict[int, Row] = {}
-    meta: dict[str, str] = {}
-    tokens: dict[int, tuple[int, int, Bytes]] = {}
-    rewards: dict[int, tuple[int, int, Bytes]] = {}
-    gone: set[int] = set()
-    final_before: int | None = None
-    for put in puts:
-        for row in put.rows:
-            rows[row.ordinal] = row
-        meta.update(put.meta)
-        if put.tokens is not None:
-            tokens[put.tokens[0]] = put.tokens
-            gone.discard(put.tokens[0])
-        if put.rewards is not None:
-            rewards[put.rewards[0]] = put.rewards
-        for ordinal in put.release:
-            tokens.pop(ordinal, None)
-            rewards.pop(ordinal, None)
-            gone.add(ordinal)
-        if put.final_before is not None:
-            final_before = max(put.final_before, final_before or 0)
-    return _Work(
-        [(r.ordinal, r.attempt, r.state, r.step, r.reason, r.deadline) for r in rows.values()],
-        list(meta.items()),
-        [(ordinal, attempt, pack()) for ordinal, attempt, pack in tokens.values()],
-        [(ordinal, attempt, pack()) for ordinal, attempt, pack in rewards.values()],
-        list(gone),
-        final_before,
-    )
-
-
-def _insert(db: sqlite3.Connection, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
-    """All rows by few statements: at each one the thread waits for its turn behind the event loop,
-    for up to 5 ms."""
-    for some in _split(rows):
-        marks = ", ".join([f"({_marks(some[0])})"] * len(some))
-        values = [value for row in some for value in row]
-        db.execute(f"INSERT OR REPLACE INTO {table} VALUES {marks}", values)
-
-
-def _split(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """In parts that one statement takes."""
-    return (items[i : i + PART] for i in range(0, len(items), PART))
-
-
-def _marks(values: Sequence[Any]) -> str:
-    return ", ".join("?" * len(values))
 
 
 def read_rows(path: Path | str) -> list[Row]:

@@ -25,6 +25,7 @@ from offbeat.cluster.signals import Signals
 from offbeat.cluster.specs import GoOn, RunSpec, log_folder
 from offbeat.config import Config
 from offbeat.config_file import check_no_passwords
+from offbeat.disk import check_local
 from offbeat.errors import UserError
 from offbeat.faults import apoint
 from offbeat.ledger import Counts
@@ -201,6 +202,7 @@ async def _claimed(
 
     Whatever else ends the run before its loop is written into a summary.json.
     """
+    check_local(config.ledger_path)
     directory = config.run_dir
     try:
         directory.mkdir(parents=True, exist_ok=not new)

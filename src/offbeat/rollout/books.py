@@ -22,7 +22,8 @@ from offbeat.faults import apoint
 from offbeat.ledger import Counts, Flag, Ledger, Row
 from offbeat.recorded import Generated, pack_rewards, pack_tokens, unpack_group, unpack_tokens
 from offbeat.records import Batch, Completion, Group, Payload, Prompt, Sample
-from offbeat.store import Bytes, Recorded
+from offbeat.store import Recorded
+from offbeat.store_work import Bytes
 
 T = TypeVar("T")
 PromptOf = Callable[[int], Prompt]
@@ -267,7 +268,7 @@ class Books:
         """Writes all that was booked so far to `path`, as one file."""
         await asyncio.wrap_future(self.store.put(self.ledger.drain()))
         await self._read(self.store.copy_to, path)
-        await apoint("ledger.copied")
+        await apoint("ledger.copied", path)
 
     def _record(self) -> None:
         self.store.put(self.ledger.drain())

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from offbeat.ledger import Row
-from offbeat.store import Bytes, Recorded, StoreError
+from offbeat.store import Recorded, StoreError
+from offbeat.store_work import Bytes
 
 Pack = tuple[int, int, Bytes]
 
@@ -45,7 +46,6 @@ class _Put:
     rewards: Pack | None = None
     release: tuple[int, ...] = ()
     final_before: int | None = None
-    done: Future[None] = field(default_factory=Future)
 
 
 class MemoryStore:
@@ -62,6 +62,7 @@ class MemoryStore:
         self._queue: list[_Put] = []
         self._timer: asyncio.TimerHandle | None = None
         self._dead = False
+        self._done = _future()  # of all that is committed together
 
     def put(
         self,
@@ -117,24 +118,23 @@ class MemoryStore:
             self._dead = True
 
     def _submit(self, put: _Put) -> Future[None]:
-        put.done.set_running_or_notify_cancel()  # what is queued is committed, whoever waits for it
         if not self._dead:
             self._queue.append(put)
             if self._timer is None:
                 loop = asyncio.get_running_loop()
                 self._timer = loop.call_later(self._delay(), self._commit)
-        return put.done
+        return self._done
 
     def _commit(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         puts, self._queue, self._timer = self._queue, [], None
+        done, self._done = self._done, _future()
         if self._dead:
             raise StoreError("a dead process commits nothing")
         for put in puts:
             self._apply(put)
-        for put in puts:
-            put.done.set_result(None)
+        done.set_result(None)
 
     def _apply(self, put: _Put) -> None:
         tables = self.tables
@@ -158,3 +158,10 @@ class MemoryStore:
                     continue
                 if row.step < put.final_before:
                     del tables.payloads[ordinal]
+
+
+def _future() -> Future[None]:
+    """What is queued is committed, whoever stops waiting for it."""
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()
+    return future
