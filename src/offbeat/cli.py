@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = _parser().parse_known_args(arguments)
     command: Command = options.command
     try:
-        if overrides and options.config is None and options.name != "resume":
+        if overrides and options.config is None and options.name not in ("resume", "fork"):
             raise UserError(
                 f"unexpected argument {overrides[0]}; see offbeat {options.name} --help"
             )
@@ -102,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     go_on = add("resume", _resume, "go on with a run that has ended or was killed", config=False)
     go_on.add_argument("run_dir", type=Path, metavar="RUN", help="its directory, or name in runs/")
     go_on.epilog = "settings that do no harm can follow: --section.key value"
+    _add_fork(add("fork", _fork, "begin another run at a checkpoint of this one", config=False))
     again = add("replay", _replay, "train from a run's own record, and compare", config=False)
     again.add_argument("run_dir", type=Path, metavar="RUN", help="its directory, or name in runs/")
     again.add_argument("--from", type=_count, dest="first", metavar="STEP", help="its checkpoint")
@@ -114,6 +115,15 @@ def _parser() -> argparse.ArgumentParser:
     plot.add_argument("-o", "--out", type=Path, required=True, help="PNG file to write")
     add("doctor", _doctor, "say what is installed, whether it fits, and the mends", config=False)
     return parser
+
+
+def _add_fork(fork: argparse.ArgumentParser) -> None:
+    fork.epilog = "settings that do no harm can follow: --section.key value"
+    option = fork.add_argument
+    option("run_dir", type=Path, metavar="RUN", help="its directory, or name in runs/")
+    option("--step", type=_count, required=True, metavar="N", help="the checkpoint's")
+    option("new", metavar="NEW", help="name of the new run, which lies beside RUN")
+    option("--go", action="store_true", help="go on with the new run at once")
 
 
 def _add_score(score: argparse.ArgumentParser) -> None:
@@ -194,6 +204,14 @@ def _resume(options: argparse.Namespace, overrides: list[str]) -> int:
 
     note = partial(print, "offbeat:", file=sys.stderr)
     return resume(options.run_dir, overrides, print, note)
+
+
+def _fork(options: argparse.Namespace, overrides: list[str]) -> int:
+    from offbeat.cli_fork import fork
+
+    note = partial(print, "offbeat:", file=sys.stderr)
+    chosen = options.run_dir, options.step, options.new
+    return fork(*chosen, overrides, print, note, go=options.go)
 
 
 def _replay(options: argparse.Namespace, overrides: list[str]) -> int:

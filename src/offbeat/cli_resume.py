@@ -41,12 +41,8 @@ class Plan:
 def plan_resume(run: Path, overrides: Sequence[str] = ()) -> Plan:
     """Reads a run's directory, and nothing else; `UserError` for what the user mends."""
     directory = find_run(run)
-    saved = directory / "config.json"
     before = config_of(directory)
-    base = before.base_dir
-    after = load_config(saved, _placed(overrides, directory), files=False, base=base)
-    changes = check_changes(before, after)
-    check_files(after, saved)
+    after, changes = changed_config(directory, overrides, directory)
     checkpoint = newest_valid(directory / "checkpoints")
     version = 0 if checkpoint is None else version_of(checkpoint)
     recorded = _recorded_steps(after, directory)
@@ -100,6 +96,20 @@ def find_run(run: Path) -> Path:
 def config_of(directory: Path) -> Config:
     """The configuration that a run's directory (absolute) holds, as it lies now."""
     return _of_directory(_saved_config(directory / "config.json"), directory)
+
+
+def changed_config(
+    directory: Path, overrides: Sequence[str], into: Path
+) -> tuple[Config, list[str]]:
+    """A run's configuration with overrides that do no harm, for the directory `into`; and what they
+    change, in words."""
+    saved = directory / "config.json"
+    before = config_of(directory)
+    after = load_config(saved, _placed(overrides, into), files=False, base=before.base_dir)
+    placed = before.model_copy(update={"run": into.name, "runs_dir": into.parent})
+    changes = check_changes(placed, after)
+    check_files(after, saved)
+    return after, changes
 
 
 def _where(directory: Path, go_on: GoOn | None) -> str:

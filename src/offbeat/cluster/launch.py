@@ -246,19 +246,21 @@ async def _claimed(
             handler.close()
 
 
-def record_config(config: Config, started: float) -> None:
-    """The resolved configuration as config.json, and as the newest line of configs.jsonl."""
+def record_config(config: Config, started: float, directory: Path | None = None) -> None:
+    """The resolved configuration as config.json, and as the newest line of configs.jsonl, in the
+    run's directory, or where that is being made."""
+    directory = config.run_dir if directory is None else directory
     resolved = config.model_dump(mode="json", by_alias=True)
     try:
-        write_whole(config.run_dir / "config.json", json.dumps(resolved, indent=2) + "\n")
-        history = LineFile(config.run_dir / "configs.jsonl")
+        write_whole(directory / "config.json", json.dumps(resolved, indent=2) + "\n")
+        history = LineFile(directory / "configs.jsonl")
         try:
             history.append(json.dumps({"time": started, "config": resolved}).encode() + b"\n")
         finally:
             history.close()
     except OSError as error:
         raise UserError(
-            f"{config.run_dir}: the configuration cannot be written ({error.strerror}); make room, "
+            f"{directory}: the configuration cannot be written ({error.strerror}); make room, "
             "or set runs_dir to a folder that can be written to"
         ) from None
 

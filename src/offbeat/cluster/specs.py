@@ -90,7 +90,7 @@ def policy_engine(
         replica=replica,
         seats=rollout.seats,
         max_context=rollout.max_context,
-        seed=config.seed + int(own),
+        seed=_engine_seed(config, run) + int(own),
         dtype=config.rollout_dtype,
         device=run.device,
         on_update=rollout.on_update,
@@ -103,6 +103,13 @@ def policy_engine(
         memory_share=rollout.memory_share,
         devices=devices,
     )
+
+
+def _engine_seed(config: Config, run: RunSpec) -> int:
+    """A start that goes on with a run does not draw once more what the first one drew."""
+    if run.lineage == 0:
+        return config.seed
+    return source_seed(config.seed, f"lineage/{run.lineage}")
 
 
 def judge_engine(
