@@ -76,11 +76,10 @@ def report(backend: str, point: str, kind: str, seen: Seen, compared: int) -> No
             file.write(json.dumps(line) + "\n")
 
 
-def start_process(words: Sequence[str], plan: FaultPlan, said: Path) -> int:
-    """A process of its own, as a user starts it; with all its children in a group of their own,
-    which is ended with it."""
-    env = os.environ | plan.environment() | {"RAY_AUTH_MODE": "disabled"}
-    env.pop("RAY_ADDRESS", None)
+def start_on_cluster(address: str, words: Sequence[str], plan: FaultPlan, said: Path) -> int:
+    """A driver of its own on a Ray cluster, as a user starts it; its actors end with it."""
+    env = os.environ | plan.environment()
+    env |= {"RAY_AUTH_MODE": "disabled", "RAY_ADDRESS": address}
     with said.open("w") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "offbeat", *words],
@@ -91,6 +90,10 @@ def start_process(words: Sequence[str], plan: FaultPlan, said: Path) -> int:
         )
         try:
             return process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(
+                f"{words} took more than {SECONDS:g} s\n{said.read_text()}"
+            ) from None
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

@@ -74,6 +74,7 @@ OTHERS = (
     Fault("engine.loaded", "raise", nth=2),
     Fault("reward.rate", "raise", nth=9),
     Fault("rollout.completion", "raise", nth=9),
+    Fault("weights.published", "corrupt", nth=3),
     Fault("reward.rate", "delay", nth=9, seconds=3.0),
     Fault("weights.acknowledged", "delay", nth=2, seconds=3.0),
     Fault("rollout.completion", "stall", nth=9, seconds=3.0),

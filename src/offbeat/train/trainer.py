@@ -173,7 +173,7 @@ class Trainer:
             point("weights.before_publish")
             tensors, tied = self.model.tensors()
             manifest = self._transport.publish(tensors, tied, self.version)
-            point("weights.published")
+            point("weights.published", Path(manifest.path) if manifest.kind == "full" else None)
             return manifest
 
     @contextlib.contextmanager
@@ -203,12 +203,12 @@ class Trainer:
 
         def fill(folder: Path) -> None:
             self.model.module.save_pretrained(folder)
-            point("checkpoint.model")
+            point("checkpoint.model", folder)
             checkpoint.copy_tokenizer(config.model.tokenizer or config.model.path, folder)
             checkpoint.copy_files(files or {}, folder)
             record = {"optimizer": self._optimizer_of().state_dict(), "random": _random_state()}
             torch.save(record, folder / checkpoint.OPTIMIZER)
-            point("checkpoint.optimizer")
+            point("checkpoint.optimizer", folder / checkpoint.OPTIMIZER)
 
         with self._span("save"):
             checkpoint.write(path, state, fill)
