@@ -192,28 +192,32 @@ def test_own_cluster_on_which_an_engine_and_a_scorer_are_killed(project: Project
     assert alive == [], "no process is left behind"
 
 
-@pytest.mark.parametrize("actor", ["TrainerActor", "RollouterActor"])
-def test_a_dead_role_that_has_no_replica_ends_the_run_with_the_steps_done(
-    project: Project, actor: str
+def test_a_dead_trainer_that_may_not_start_again_ends_the_run_with_the_steps_done(
+    project: Project,
 ) -> None:
-    path = project(cluster__backend="ray", train__steps=100_000, data__epochs=10_000)
+    """What may, is in test_supervision.py."""
+    path = project(
+        cluster__backend="ray", cluster__max_restarts=0, train__steps=100_000, data__epochs=10_000
+    )
     process = start(path, None)
     try:
         metrics = path.parent / "runs" / "run" / "metrics.jsonl"
         wait_for(process, "starting", metrics.exists)
         wait_for(process, "two steps", lambda: len(records(path, "run", "step")) >= 2)
         family = psutil.Process(process.pid).children(recursive=True)
-        killed = kill_one(process, actor, 1)
-        _, err = finish(process, 1, seconds=120)
+        killed = kill_one(process, "TrainerActor", 1)
+        out, err = finish(process, 1, seconds=120)
     finally:
         process.kill()
     assert time.time() - killed < 90
-    assert actor in err
+    assert "the trainer's process has ended" in err
+    assert "cluster.max_restarts = 0" in err
     assert "steps are done" in err
+    assert f"offbeat resume {path.parent / 'runs' / 'run'}" in out
     assert "Traceback" not in err
     summary = json.loads((path.parent / "runs" / "run" / "summary.json").read_text())
     assert summary["status"] == "failed"
     assert summary["last_good_step"] >= 1
-    assert actor in summary["error"]
+    assert "trainer" in summary["error"]
     _, alive = psutil.wait_procs(family, timeout=20)
     assert alive == [], "no process is left behind"

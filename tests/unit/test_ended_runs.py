@@ -3,6 +3,7 @@ often reward replicas begin again."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from socket import gethostname
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +21,9 @@ from tests.unit.test_reward_replicas import Mortal, Stock, drive, outcomes, repl
 from trainer_cases import make_model, make_trainer, record_steps, to_batch, weights_of
 
 from offbeat.cluster.leftovers import RUN_TAG, end_run
-from offbeat.errors import RunFailed
-from offbeat.records import PolicyVersion
+from offbeat.errors import OffbeatError, RunFailed
+from offbeat.records import Manifest, PolicyVersion
+from offbeat.weights.sync import Replica, WeightSync
 from offbeat.weights.transport import FolderTransport
 
 
@@ -99,3 +102,48 @@ def test_the_newest_version_of_a_trainer_that_died_stays_until_engines_have_a_ne
     assert not dead.folder.exists()
     again.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_replacement_waits_for_the_successor_of_a_trainer_that_died() -> None:
+    """What was published last is gone with its trainer: that is not the engine's fault."""
+
+    class Loads:
+        alive, gone = True, True
+
+        async def load(self, manifest: Manifest) -> PolicyVersion:
+            if not self.alive or (self.gone and manifest.version.lineage == 0):
+                raise OffbeatError("the version is gone")
+            return manifest.version
+
+        async def health(self) -> Any:
+            if not self.alive:
+                raise OffbeatError("dead")
+
+    async def main() -> None:
+        first, fresh = Loads(), Loads()
+        first.gone = False
+
+        async def replace(index: int) -> Loads:
+            return fresh
+
+        async def changed() -> None:
+            if replica.routable and replica.version.lineage == 1:
+                joined.set()
+
+        replica, joined = Replica(0, first, PolicyVersion(0, 0)), asyncio.Event()
+        async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+            sync = WeightSync(
+                [replica], deadline_seconds=5, start_deadline_seconds=20, replace=replace,
+                on_change=changed, tasks=tasks, max_restarts=1,
+            )  # fmt: skip
+            assert await sync.publish(Manifest(PolicyVersion(0, 1), "full", "", {})) == 1
+            first.alive = False
+            await sync.check(replica, first, RuntimeError("no answer"))
+            await asyncio.sleep(1)
+            assert not replica.routable
+            assert replica.restarts == 1
+            await sync.publish(Manifest(PolicyVersion(1, 2), "full", "", {}))
+            await joined.wait()
+            assert (replica.version, replica.restarts) == (PolicyVersion(1, 2), 1)
+
+    asyncio.run(main())

@@ -240,12 +240,23 @@ class WeightSync(Generic[E]):
         async with asyncio.timeout(self._start_deadline):
             replica.engine = await self._replace(replica.index)
         loaded: Manifest | None = None
+        pause, clock = RESTART_PAUSE_SECONDS, asyncio.get_running_loop().time
+        give_up = clock() + self._start_deadline
         while loaded is not self.current:  # a newer version may be published meanwhile
             target = self.current
-            if target is not None:
-                async with asyncio.timeout(self._deadline):
-                    replica.version = await replica.engine.load(target)
-            loaded = target
+            try:
+                if target is not None:
+                    async with asyncio.timeout(self._deadline):
+                        replica.version = await replica.engine.load(target)
+                loaded = target
+            except Exception as error:  # boundary: the trainer that published it may have died
+                async with asyncio.timeout(HEALTH_SECONDS):
+                    await replica.engine.health()
+                if clock() >= give_up:
+                    raise
+                log.warning("%s %d: load: %s", self._whom, replica.index, error or repr(error))
+                await asyncio.sleep(pause)  # its successor publishes another
+                pause *= 2
         replica.outstanding = 0
         replica.routable = True  # no await since the check above: it joins at the current version
 
