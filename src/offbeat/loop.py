@@ -112,6 +112,7 @@ class AsyncLoop:
                     await self._save(final=True)
                     if not self.stopping.is_set():
                         await self._last_validation()
+                    counts = await self._rollouter("books", self.rollouter.counts())
                     break
                 except Exception as failure:  # boundary: a role that died is started again
                     self._note_death(failure, dead)
@@ -124,7 +125,6 @@ class AsyncLoop:
         finally:
             await self._drain()
         stopped = self.stopping.is_set() and self.trained_steps < self.total_steps
-        counts = await self._rollouter("books", self.rollouter.counts())
         if not stopped:
             checked(counts, self.trained_steps, self.config.train.on_no_signal)
         return Outcome(self.trained_steps, counts, stopped)
