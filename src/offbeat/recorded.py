@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 from offbeat.records import Completion, Group, Payload, Prompt, Reward, Sample
 
 FORMAT = 1
-_HEADER = struct.Struct("<II")  # format, bytes of the JSON that follows
+_HEADER = struct.Struct("<III")  # format, checksum of all that follows, bytes of its JSON
 _JSON = json.JSONEncoder(separators=(",", ":"))
 
 
@@ -51,8 +52,6 @@ def unpack_tokens(data: bytes) -> Generated:
     """The inverse; raises `RecordError`."""
     head, body = _unpack(data)
     flat = np.frombuffer(body, np.int32)
-    if len(flat) != head["prompt"] + 3 * sum(head["lengths"]):
-        raise RecordError("a recorded group has lost tokens")
     prompt_ids, at = flat[: head["prompt"]], head["prompt"]
     completions = []
     for note, length in zip(head["completions"], head["lengths"], strict=True):
@@ -131,16 +130,19 @@ def _told(reward: Reward) -> dict[str, Any]:
 
 def _pack(head: Mapping[str, Any], arrays: Sequence[np.ndarray[Any, Any]]) -> bytes:
     text = _JSON.encode(head).encode("ascii")
-    text += b" " * (-len(text) % 8)
-    return b"".join([_HEADER.pack(FORMAT, len(text)), text, *(array.tobytes() for array in arrays)])
+    text += b" " * (-(len(text) + _HEADER.size) % 8)
+    body = b"".join([text, *(array.tobytes() for array in arrays)])
+    return _HEADER.pack(FORMAT, zlib.crc32(body), len(text)) + body
 
 
 def _unpack(data: bytes) -> tuple[dict[str, Any], memoryview]:
-    try:
-        version, size = _HEADER.unpack_from(data)
-        if version != FORMAT:
-            raise RecordError(f"a recorded group has format {version}, not {FORMAT}")
-        head: dict[str, Any] = json.loads(data[_HEADER.size : _HEADER.size + size])
-    except (struct.error, ValueError) as error:
-        raise RecordError(f"a recorded group is damaged: {error}") from error
-    return head, memoryview(data)[_HEADER.size + size :]
+    if len(data) < _HEADER.size:
+        raise RecordError(f"a recorded group is damaged: it has {len(data)} bytes")
+    version, checksum, size = _HEADER.unpack_from(data)
+    if version != FORMAT:
+        raise RecordError(f"a recorded group has format {version}, not {FORMAT}")
+    body = memoryview(data)[_HEADER.size :]
+    if zlib.crc32(body) != checksum or size > len(body):
+        raise RecordError("a recorded group is damaged: its checksum differs")
+    head: dict[str, Any] = json.loads(bytes(body[:size]))
+    return head, body[size:]
