@@ -8,6 +8,7 @@ see (a batch that is handed out) waits for its commit.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,11 +21,19 @@ from offbeat.config import TrainSection
 from offbeat.errors import OffbeatError
 from offbeat.faults import apoint
 from offbeat.ledger import Counts, Flag, Ledger, Row
-from offbeat.recorded import Generated, pack_rewards, pack_tokens, unpack_group, unpack_tokens
+from offbeat.recorded import (
+    Generated,
+    RecordError,
+    pack_rewards,
+    pack_tokens,
+    unpack_group,
+    unpack_tokens,
+)
 from offbeat.records import Batch, Completion, Group, Payload, Prompt, Sample
 from offbeat.store import Recorded
 from offbeat.store_work import Bytes
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 PromptOf = Callable[[int], Prompt]
 LATE = "late after a restart"
@@ -113,22 +122,33 @@ class Books:
         return found
 
     def _put_back(self, row: Row, payload: Recorded | None, found: Restored) -> None:
-        whole = payload is not None and payload.attempt == row.attempt
-        scored = whole and payload is not None and payload.rewards is not None
-        ready = scored and row.state in ("scored", "ready")
+        kept = self._kept(row, payload)
+        ready = isinstance(kept, Group)
         try:
             self.buffer.restore(row.ordinal, row.attempt, row.deadline, self.next_step, ready=ready)
         except BufferStateError:
             self.ledger.discarded(row.ordinal, LATE)
             return
-        if ready and payload is not None:
-            self._groups[row.ordinal] = self._group(row, payload)
+        if kept is None:
+            found.again[row.ordinal] = row.attempt
+        elif isinstance(kept, Group):
+            self._groups[row.ordinal] = kept
             if row.state == "scored":
                 self.ledger.ready(row.ordinal, row.attempt)
-        elif whole and payload is not None and row.state == "generated":
-            found.unscored[row.ordinal] = row.attempt, unpack_tokens(payload.tokens)
         else:
-            found.again[row.ordinal] = row.attempt
+            found.unscored[row.ordinal] = row.attempt, kept
+
+    def _kept(self, row: Row, payload: Recorded | None) -> Group | Generated | None:
+        """What a live group has that need not be made again; nothing of what is damaged."""
+        if payload is None or payload.attempt != row.attempt:
+            return None
+        try:
+            if row.state in ("scored", "ready") and payload.rewards is not None:
+                return self._group(row, payload)
+            return unpack_tokens(payload.tokens) if row.state == "generated" else None
+        except RecordError as damaged:
+            log.warning("group %d begins again: %s", row.ordinal, damaged)
+            return None
 
     def _group(self, row: Row, payload: Recorded) -> Group:
         assert payload.rewards is not None
