@@ -13,7 +13,7 @@ from pathlib import Path
 from offbeat.errors import OffbeatError
 from offbeat.ledger import Row
 from offbeat.rates import META_KEY, Rate, unpack_rates
-from offbeat.recorded import unpack_group, unpack_tokens
+from offbeat.recorded import RecordError, unpack_group, unpack_tokens
 from offbeat.records import Batch, Group, Prompt
 from offbeat.store import Recorded, read_meta, read_payloads, read_rows
 
@@ -50,7 +50,7 @@ class RedoLog:
         return None
 
     def batch(self, step: int) -> Batch:
-        """The batch of a step. `OffbeatError` if it is not kept, `RecordError` if damaged."""
+        """The batch of a step. Raises `OffbeatError` if it is not kept, or damaged."""
         rows = self.steps.get(step, [])
         kept = read_payloads(self.path, [row.ordinal for row in rows])
         if not rows or not all(_whole(row, kept) for row in rows):
@@ -65,5 +65,9 @@ def _whole(row: Row, kept: Mapping[int, Recorded]) -> bool:
 
 def _group(row: Row, payload: Recorded) -> Group:
     assert payload.rewards is not None
-    prompt = Prompt(row.ordinal, unpack_tokens(payload.tokens).prompt_ids, text="", question="")
-    return unpack_group(prompt, row.attempt, row.deadline, payload.tokens, payload.rewards)
+    try:
+        ids = unpack_tokens(payload.tokens).prompt_ids
+        prompt = Prompt(row.ordinal, ids, text="", question="")
+        return unpack_group(prompt, row.attempt, row.deadline, payload.tokens, payload.rewards)
+    except RecordError as damaged:
+        raise OffbeatError(f"step {row.step}, group {row.ordinal}: {damaged}") from damaged
