@@ -218,6 +218,7 @@ class AsyncLoop:
             raise RunFailed(f"{error} (cluster.max_restarts = {most} are used up)") from failure
         self._restarts += 1
         dead.append(error)
+        log.warning("%s", error)
         self.recorder.say(f"{error}; starting it again, restart {self._restarts} of {most}")
 
     async def _revive(self, dead: list[RoleDied]) -> None:

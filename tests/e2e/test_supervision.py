@@ -25,7 +25,7 @@ from offbeat.store import Recorded, read_payloads, read_rows
 from offbeat.track.metrics import read_metrics
 
 Project = Callable[..., Path]
-pytestmark = pytest.mark.timeout(900)  # two cores may be shared with others
+pytestmark = pytest.mark.timeout(1800)  # two cores may be shared with others
 
 REWARDS = """
 import random
@@ -50,7 +50,7 @@ class Run:
     def steps(self) -> int:
         return max((record["step"] + 1 for record in self.records("step")), default=0)
 
-    def wait(self, what: str, probe: Callable[[], bool], seconds: float = 300) -> None:
+    def wait(self, what: str, probe: Callable[[], bool], seconds: float = 600) -> None:
         deadline = time.time() + seconds
         while not probe():
             assert self.process.poll() is None, (what, self.process.communicate())
@@ -82,7 +82,7 @@ class Run:
                 one.kill()
         self.process.communicate(timeout=60)
 
-    def finish(self, code: int = 0, seconds: float = 300) -> str:
+    def finish(self, code: int = 0, seconds: float = 600) -> str:
         family = psutil.Process(self.process.pid).children(recursive=True)
         out, err = self.process.communicate(timeout=seconds)
         assert self.process.returncode == code, f"{out}\n{err}\n{self.log()}"
