@@ -228,7 +228,9 @@ def choose_folder(config: Config, bytes_needed: int) -> Path:
 
 def _keep_newest(folder: Path, run_id: str) -> list[Path]:
     """The folders of dead trainers of a run, with their newest version alone."""
-    dead = [path for path in folder.glob(f"{_PREFIX}{run_id}-*") if path.is_dir() and _is_dead(path)]
+    dead = [
+        path for path in folder.glob(f"{_PREFIX}{run_id}-*") if path.is_dir() and _is_dead(path)
+    ]
     for path in dead:
         versions = sorted(path.glob("*.safetensors"), key=lambda file: file.stat().st_mtime_ns)
         for old in [*versions[:-1], *path.glob("*.partial")]:
