@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -51,19 +52,17 @@ def build_source(
     `cache_path` is the file of a genrm's verdict cache, one for all sources of a process that name
     it. `seed` is the run's; engines have theirs from who made them (`identity.source_seed`).
     """
+    limits: dict[str, Any] = {
+        "start_deadline_seconds": start_deadline_seconds,
+        "max_restarts": max_restarts,
+    }
     if section.kind == "function":
         return FunctionSource(name, section, base or Path.cwd())
     if section.kind == "disrm":
         if not scorers:
             raise UserError(f"reward.{name}: a disrm needs scorers on a pool of its own")
         return DisRM(
-            name,
-            section,
-            scorers,
-            examples=examples,
-            replace_scorer=replace_scorer,
-            start_deadline_seconds=start_deadline_seconds,
-            max_restarts=max_restarts,
+            name, section, scorers, examples=examples, replace_scorer=replace_scorer, **limits
         )
     cache = None if cache_path is None else shared_cache(cache_path)
     if section.base_url is not None:
@@ -78,12 +77,6 @@ def build_source(
     if not engines:
         raise UserError(f"reward.{name}: a genrm needs engines on a pool of its own, or a base_url")
     judge = EngineBackend(
-        engines,
-        tokenizer,
-        section,
-        name=name,
-        replace_engine=replace_engine,
-        start_deadline_seconds=start_deadline_seconds,
-        max_restarts=max_restarts,
+        engines, tokenizer, section, name=name, replace_engine=replace_engine, **limits
     )
     return GenRM(name, section, judge, cache)
