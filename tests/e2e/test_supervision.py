@@ -37,10 +37,10 @@ def noisy(prompts, completions, **columns):
 
 
 class Run:
-    """One run of the command line, and what it has left on disk so far."""
+    """One run of the command line, what it says, and what it has left on disk so far."""
 
-    def __init__(self, process: subprocess.Popen[str], directory: Path) -> None:
-        self.process, self.directory = process, directory
+    def __init__(self, process: subprocess.Popen[bytes], said: Path, directory: Path) -> None:
+        self.process, self.said, self.directory = process, said, directory
 
     def records(self, kind: str) -> list[dict[str, Any]]:
         path = self.directory / "metrics.jsonl"
@@ -53,7 +53,7 @@ class Run:
     def wait(self, what: str, probe: Callable[[], bool], seconds: float = 600) -> None:
         deadline = time.time() + seconds
         while not probe():
-            assert self.process.poll() is None, (what, self.process.communicate())
+            assert self.process.poll() is None, f"{what}: {self.log()}"
             assert time.time() < deadline, f"{what} took more than {seconds:g} s: {self.log()}"
             time.sleep(0.2)
 
@@ -80,21 +80,21 @@ class Run:
         for one in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
-        self.process.communicate(timeout=60)
+        self.process.wait(timeout=60)
 
     def finish(self, code: int = 0, seconds: float = 600) -> str:
         family = psutil.Process(self.process.pid).children(recursive=True)
-        out, err = self.process.communicate(timeout=seconds)
-        assert self.process.returncode == code, f"{out}\n{err}\n{self.log()}"
-        assert "Traceback" not in err
+        assert self.process.wait(timeout=seconds) == code, self.log()
+        said = self.said.read_text()
+        assert "Traceback" not in said
         _, alive = psutil.wait_procs(family, timeout=30)
         assert alive == [], "no process is left behind"
-        return out + err
+        return said
 
     def log(self) -> str:
         return "\n".join(
             f"== {path.name}\n{path.read_text()[-2000:]}"
-            for path in sorted((self.directory / "logs").glob("*.log"))
+            for path in [self.said, *sorted((self.directory / "logs").glob("*.log"))]
         )
 
 
@@ -128,21 +128,18 @@ class Memory:
 
 
 @pytest.fixture
-def launch() -> Iterator[Callable[..., Run]]:
-    started: list[subprocess.Popen[str]] = []
+def launch(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    started: list[subprocess.Popen[bytes]] = []
 
     def start(directory: Path, *arguments: str) -> Run:
         env = os.environ | {"OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
         env.pop("RAY_ADDRESS", None)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "offbeat", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=env,
-        )
+        said = tmp_path / f"said-{len(started)}.txt"
+        with said.open("wb") as output:
+            command = [sys.executable, "-m", "offbeat", *arguments]
+            process = subprocess.Popen(command, stdout=output, stderr=output, env=env)
         started.append(process)
-        return Run(process, directory)
+        return Run(process, said, directory)
 
     yield start
     for process in started:
@@ -152,7 +149,7 @@ def launch() -> Iterator[Callable[..., Run]]:
 def prepared(project: Project, **changes: object) -> tuple[Path, Path]:
     """A configuration and its run's directory."""
     more: dict[str, object] = {
-        "cluster__backend": "ray", "cluster__heartbeat_seconds": 20, "train__keep_batches": True,
+        "cluster__backend": "ray", "cluster__heartbeat_seconds": 10, "train__keep_batches": True,
         "train__steps": 100_000, "train__checkpoint_every": 5, "data__epochs": 10_000,
         "rollout__max_tokens": 24, "weights__deadline_seconds": 20,
     }  # fmt: skip
@@ -227,7 +224,7 @@ def test_w3_a_dead_rollouter_begins_again_until_its_budget_is_used_up_then_resum
     project: Project, launch: Callable[..., Run]
 ) -> None:
     """One that hangs is replaced within its deadline; the next death ends the run."""
-    path, directory = prepared(project, cluster__max_restarts=1)
+    path, directory = prepared(project, cluster__max_restarts=1, cluster__heartbeat_seconds=20)
     memory = Memory(directory / "ledger.sqlite")
     run = launch(directory, "train", str(path))
     run.wait("three steps", lambda: run.steps() >= 3)
