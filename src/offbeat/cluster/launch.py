@@ -21,7 +21,7 @@ from typing import TextIO
 from offbeat.cluster.logs import log_to
 from offbeat.cluster.plan import device_kind, plan_pools
 from offbeat.cluster.roles import Roles
-from offbeat.cluster.signals import Signals
+from offbeat.cluster.signals import LastResort, Signals
 from offbeat.cluster.specs import GoOn, RunSpec, log_folder
 from offbeat.config import Config
 from offbeat.config_file import check_no_passwords
@@ -74,7 +74,8 @@ def _launch(config: Config, stream: TextIO | None, resumed: Resume | None) -> in
                 stream.flush()
 
     try:
-        outcome = asyncio.run(_run(config, stream, started, say, resumed))
+        with LastResort() as last:
+            outcome = asyncio.run(_run(config, stream, started, say, resumed, last))
     except (asyncio.CancelledError, SystemExit):  # the latter: SIGTERM while Ray starts
         raise KeyboardInterrupt from None
     if outcome.stopped:
@@ -88,9 +89,10 @@ async def _run(
     started: float,
     say: Callable[[str], None],
     resumed: Resume | None,
+    last: LastResort,
 ) -> Outcome:
     check_no_passwords(config)
-    signals = Signals(config.cluster.grace_seconds)
+    signals = Signals(config.cluster.grace_seconds, last)
     go_on = None if resumed is None else resumed.go_on
     run = RunSpec(
         run_id=f"{config.run}-{secrets.token_hex(3)}",

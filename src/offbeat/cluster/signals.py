@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 from collections.abc import Callable
+from types import TracebackType
+
+END_SECONDS = 15.0  # for a run that is to end now: to end its roles and write its summary
+INTERRUPTED = 130
 
 
 def end_on_sigterm() -> None:
@@ -21,11 +26,39 @@ def end_on_sigterm() -> None:
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
 
 
+class LastResort:
+    """Ends this process with 130 if a run that is to end now has not left the block in time: a
+    thread of a role in this process cannot be broken off."""
+
+    def __init__(self) -> None:
+        self._timer = threading.Timer(END_SECONDS, os._exit, (INTERRUPTED,))
+        self._timer.daemon = True
+        self._armed = False
+
+    def __enter__(self) -> LastResort:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._timer.cancel()
+
+    def arm(self) -> None:
+        """The time begins."""
+        if not self._armed:
+            self._armed = True
+            self._timer.start()
+
+
 class Signals:
     """What the signals do to the current task. Does nothing outside the main thread."""
 
-    def __init__(self, grace_seconds: float) -> None:
+    def __init__(self, grace_seconds: float, last: LastResort) -> None:
         self._grace = grace_seconds
+        self._last = last
         self._task = asyncio.current_task()
         self._asked = False
         self._on_first: Callable[[], None] | None = None
@@ -46,10 +79,14 @@ class Signals:
         self._on_first = on_first
 
     def _came(self) -> None:
-        assert self._task is not None
         if self._asked or self._on_first is None:
-            self._task.cancel()
+            self._end()
             return
         self._asked = True
         self._on_first()
-        asyncio.get_running_loop().call_later(self._grace, self._task.cancel)
+        asyncio.get_running_loop().call_later(self._grace, self._end)
+
+    def _end(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        self._last.arm()
