@@ -22,16 +22,111 @@ SECONDS = 600
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """`old` stands in `file` (under src/offbeat) exactly once."""
+    """`old` stands in `file` (under src/offbeat) exactly once; so does each of `also`."""
 
     name: str
     file: str
     old: str
     new: str
     tests: tuple[str, ...]
+    also: tuple[tuple[str, str], ...] = ()
 
 
-MUTATIONS: tuple[Mutation, ...] = ()
+MUTATIONS = (
+    Mutation(
+        "fencing of late attempts",
+        "ledger.py",
+        "        return attempt < row.attempt\n",
+        "        return False\n",
+        ("tests/unit/test_books.py", "tests/property/test_ledger.py"),
+    ),
+    Mutation(
+        "fencing of late payloads",
+        "rollout/books.py",
+        "        if payload is None or payload.attempt != row.attempt:\n",
+        "        if payload is None:\n",
+        ("tests/unit/test_books.py",),
+    ),
+    Mutation(
+        "deadline check of a batch",
+        "buffer.py",
+        "        if not feasible(left, step + 1, self.groups_per_step):\n            return None\n",
+        "",
+        ("tests/property/test_buffer.py",),
+    ),
+    Mutation(
+        "deadline check of an admission",
+        "buffer.py",
+        "        return self._fits(floor + self.max_staleness, next_step)\n",
+        "        return True\n",
+        ("tests/property/test_buffer.py",),
+    ),
+    Mutation(
+        "staleness check of the trainer",
+        "train/trainer.py",
+        "        samples.check_staleness(self.config.train.max_staleness)\n",
+        "",
+        ("tests/unit/test_trainer.py",),
+    ),
+    Mutation(
+        "deduplication of samples",
+        "rollout/generation.py",
+        "item.request_id != self.request.request_id or item.index in self.done",
+        "item.request_id != self.request.request_id",
+        ("tests/unit/test_generation.py",),
+    ),
+    Mutation(
+        "deduplication of a step's booking",
+        "rollout/books.py",
+        '        if not final and not all(row is not None and row.state == "trained" for row in rows):',
+        "        if True:",
+        ("tests/unit/test_books.py", "tests/sim"),
+    ),
+    Mutation(
+        "consumption check of the trainer",
+        "train/trainer.py",
+        "        if batch.step != self._step:\n",
+        "        if False:\n",
+        ("tests/unit/test_trainer.py",),
+    ),
+    Mutation(
+        "consumption check of the ledger",
+        "ledger.py",
+        "        if batch is None or set(batch) != set(flags):\n",
+        "        if batch is None:\n",
+        ("tests/property/test_ledger.py",),
+    ),
+    Mutation(
+        "wait for the commit of a batch",
+        "rollout/books.py",
+        "            await asyncio.wrap_future(self.store.put(self.ledger.drain()))\n"
+        '            await apoint("ledger.batch_committed")\n',
+        "            self.store.put(self.ledger.drain())\n"
+        '            await apoint("ledger.batch_committed")\n',
+        ("tests/unit/test_books.py",),
+    ),
+    Mutation(
+        "atomic rename of a checkpoint",
+        "train/checkpoint.py",
+        '    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}{_PARTIAL}", dir=path.parent))\n',
+        "    folder = path\n    folder.mkdir(exist_ok=True)\n",
+        ("tests/unit/test_checkpoints.py",),
+        also=(
+            (
+                "        (folder / STATE).parent.mkdir()\n",
+                "        (folder / STATE).parent.mkdir(exist_ok=True)\n",
+            ),
+            ("        _put_in_place(folder, path)\n", ""),
+        ),
+    ),
+    Mutation(
+        "gate until the first publication",
+        "rollout/rollouter.py",
+        "or not self.lives.open.is_set()",
+        "",
+        ("tests/sim",),
+    ),
+)
 
 
 def main() -> int:
@@ -60,9 +155,11 @@ def run(mutation: Mutation, *, mutate: bool) -> int:
         if mutate:
             path = copy / "src" / "offbeat" / mutation.file
             text = path.read_text()
-            if text.count(mutation.old) != 1:
-                raise SystemExit(f"{mutation.name}: {mutation.file} has its text not exactly once")
-            path.write_text(text.replace(mutation.old, mutation.new))
+            for old, new in ((mutation.old, mutation.new), *mutation.also):
+                if text.count(old) != 1:
+                    raise SystemExit(f"{mutation.name}: not once in {mutation.file}: {old}")
+                text = text.replace(old, new)
+            path.write_text(text)
         environment = os.environ | {"PYTHONPATH": f"{copy / 'src'}:{copy}", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
         done = subprocess.run(

@@ -352,3 +352,37 @@ def test_every_lineage_is_new(store: Store) -> None:
 
     assert asyncio.run(lineages(books_on(store))) == [0, 1]
     assert asyncio.run(lineages(books_on(store))) == [2, 3]
+
+
+@dataclass
+class Slow:
+    """A store whose commits come when they are let."""
+
+    store: Store
+    held: list[Future[None]] = field(default_factory=list)
+
+    def put(self, rows: list[Row], **more: Any) -> Future[None]:
+        self.store.put(rows, **more).result()
+        self.held.append(Future())
+        return self.held[-1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+def test_a_batch_is_handed_out_when_it_is_committed(store: Store) -> None:
+    async def main() -> None:
+        slow = Slow(store)
+        books = books_on(slow)
+        for ordinal in (0, 1):
+            await make_ready(books, ordinal)
+        taken = books.buffer.take(0)
+        assert taken == [0, 1]
+        batch = asyncio.create_task(books.batch(0, taken))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not batch.done()
+        slow.held[-1].set_result(None)
+        assert told(await batch)
+
+    asyncio.run(main())

@@ -173,6 +173,7 @@ def test_killed_at_any_point_a_whole_checkpoint_is_there(killed, point):
     expected = 3 if point in ("renamed", "pruned") else 2
     path = newest_valid(folder)
     assert path == folder / checkpoint_name(expected)
+    assert (folder / checkpoint_name(3)).exists() == (expected == 3), "a name is whole or absent"
     trainer = make_trainer(killed / "model", keep_checkpoints=1, max_staleness=0, lineage=1)
     assert trainer.setup(path).step == expected
     steps = record_steps(4, groups=2, size=3)
