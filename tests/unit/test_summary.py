@@ -15,7 +15,8 @@ from offbeat.track.summary import RunStats, build_summary, write_summary
 
 KEYS = {
     "status", "steps", "wall_seconds", "groups", "staleness", "validation", "rewards",
-    "throughput", "busy", "overlap", "sync", "drift", "health", "anchors", "starts", "store_seconds",
+    "throughput", "busy", "overlap", "sync", "drift", "health", "anchors", "starts",
+    "store_seconds",
 }  # fmt: skip
 
 
