@@ -33,7 +33,14 @@ def start() -> Iterator[Start]:
     from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 2, "resources": {"offbeat_slot": 4}, "object_store_memory": 128 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    for left in reversed(range(5)):  # Ray gives a busy machine 30 s for it
+        try:
+            head = {**node, "include_dashboard": False}
+            cluster = Cluster(initialize_head=True, head_node_args=head)
+            break
+        except Exception as error:
+            if left == 0 or "timed out during startup" not in str(error):
+                raise
     yield partial(start_on_cluster, cluster.address)
     cluster.shutdown()
 
