@@ -120,12 +120,12 @@ def test_a_run_that_kept_no_batches_says_so(
         steps = dict(db.execute("SELECT ordinal, step FROM groups WHERE step IS NOT NULL"))
         early = [(ordinal,) for ordinal, step in steps.items() if step < 3]
         db.executemany("DELETE FROM tokens WHERE ordinal = ?", early)
-    code, _, error = offbeat("replay", run)
+    code, _, error = offbeat("replay", run, "--out", tmp_path / "out")
     assert code == 2
     assert "has not kept the batch of step 2" in error
     assert "train.keep_batches = true" in error
     assert "--from 4" in error
-    assert not (run / "replay").exists()
+    assert not (tmp_path / "out").exists()
     assert offbeat("replay", run, "--from", 4)[0] == 0
 
 
