@@ -22,7 +22,7 @@ from offbeat.records import Completion, Payload, Prompt, Reward, Sample, Transcr
 TEXTS = st.text(st.characters(codec=None), max_size=6)  # lone surrogates too
 SMALL = st.integers(0, 2**31 - 1)
 NUMBERS = st.floats(width=64)
-SLOW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 INTS = st.integers(-(2**31), 2**31 - 1)
 
 
