@@ -78,7 +78,8 @@ MUTATIONS = (
     Mutation(
         "deduplication of a step's booking",
         "rollout/books.py",
-        '        if not final and not all(row is not None and row.state == "trained" for row in rows):',
+        "        if not final and not all(row is not None and row.state == "
+        '"trained" for row in rows):',
         "        if True:",
         ("tests/unit/test_books.py", "tests/sim"),
     ),
