@@ -132,7 +132,7 @@ def _pack(head: Mapping[str, Any], arrays: Sequence[np.ndarray[Any, Any]]) -> by
     text = _JSON.encode(head).encode("ascii")
     text += b" " * (-(len(text) + _HEADER.size) % 8)
     body = b"".join([text, *(array.tobytes() for array in arrays)])
-    return _HEADER.pack(FORMAT, zlib.crc32(body), len(text)) + body
+    return _HEADER.pack(FORMAT, zlib.crc32(body, len(text)), len(text)) + body
 
 
 def _unpack(data: bytes) -> tuple[dict[str, Any], memoryview]:
@@ -142,7 +142,7 @@ def _unpack(data: bytes) -> tuple[dict[str, Any], memoryview]:
     if version != FORMAT:
         raise RecordError(f"a recorded group has format {version}, not {FORMAT}")
     body = memoryview(data)[_HEADER.size :]
-    if zlib.crc32(body) != checksum or size > len(body):
+    if zlib.crc32(body, size) != checksum:
         raise RecordError("a recorded group is damaged: its checksum differs")
     head: dict[str, Any] = json.loads(bytes(body[:size]))
     return head, body[size:]
