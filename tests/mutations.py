@@ -41,13 +41,6 @@ MUTATIONS = (
         ("tests/unit/test_books.py", "tests/property/test_ledger.py"),
     ),
     Mutation(
-        "fencing of late payloads",
-        "rollout/books.py",
-        "        if payload is None or payload.attempt != row.attempt:\n",
-        "        if payload is None:\n",
-        ("tests/unit/test_books.py",),
-    ),
-    Mutation(
         "deadline check of a batch",
         "buffer.py",
         "        if not feasible(left, step + 1, self.groups_per_step):\n            return None\n",

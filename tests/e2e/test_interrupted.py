@@ -27,6 +27,7 @@ from tests.unit.test_rollouter import FakeRewards
 from offbeat.cluster.actors import EngineActor, RayEngine, remote, start_again, start_engine
 from offbeat.cluster.plan import PoolPlan
 from offbeat.cluster.pools import ResourcePool, create_pools, remove_pools
+from offbeat.cluster.rollouter_actor import fetched
 from offbeat.cluster.specs import RunSpec, policy_engine
 from offbeat.config import Config, RolloutSection
 from offbeat.ledger import Counts
@@ -42,6 +43,7 @@ from offbeat.records import (
     Sampling,
     Span,
 )
+from offbeat.rollout.books import Books
 from offbeat.rollout.engine import Engine
 from offbeat.rollout.generation import Generation
 from offbeat.rollout.rollouter import Rollouter
@@ -240,7 +242,8 @@ async def run(
 
     rollouter = Rollouter(
         config, prompts=Prompts(), engines=[Witness(i, e, seen) for i, e in enumerate(raw)],
-        rewards=FakeRewards(), books=Books(store, config.train, Prompts().prompt), version=PolicyVersion(0, 0),  # type: ignore[arg-type]
+        rewards=FakeRewards(), version=PolicyVersion(0, 0),  # type: ignore[arg-type]
+        books=Books(store, config.train, Prompts().prompt), fetch=fetched,
         total_steps=STEPS, replace=replace,
     )  # fmt: skip
     task = asyncio.create_task(rollouter.run())

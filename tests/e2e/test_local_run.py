@@ -25,7 +25,7 @@ from offbeat.config import Config
 from offbeat.config_file import load_config
 from offbeat.errors import RunFailed, UserError
 from offbeat.loop import AsyncLoop, TrainerRole
-from offbeat.records import Batch, Manifest, Span
+from offbeat.records import Batch, Manifest, PolicyVersion, Span
 from offbeat.store import read_counts
 from offbeat.track.metrics import read_metrics
 from offbeat.track.recorder import Recorder

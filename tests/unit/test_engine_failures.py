@@ -25,9 +25,9 @@ from offbeat.records import (
     EngineHealth,
     GenerateRequest,
     Manifest,
+    Payload,
     PolicyVersion,
     Progress,
-    Payload,
 )
 from offbeat.rollout import validation
 from offbeat.rollout.engine import Engine

@@ -301,7 +301,7 @@ def test_a_trainer_that_died_is_started_again_and_redoes_what_is_recorded(
 ) -> None:
     """From version 0: no checkpoint of the fakes is on disk."""
     hook = failing(call, 2, RoleDied("trainer", "the trainer's process has ended"))
-    fakes, outcome, summary = run(tmp_path, hook, max_restarts=1)
+    fakes, outcome, _ = run(tmp_path, hook, max_restarts=1)
     assert isinstance(outcome, Outcome)
     assert outcome.steps == 6
     assert fakes.calls.count("restart 1 None") == 1

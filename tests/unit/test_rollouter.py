@@ -19,7 +19,6 @@ from offbeat.records import (
     GenerateRequest,
     Manifest,
     Payload,
-    Payload,
     PolicyVersion,
     Prompt,
     Reward,
