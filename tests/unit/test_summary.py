@@ -184,3 +184,11 @@ def test_the_file_is_whole_json_and_replaces_the_last(tmp_path: Path) -> None:
     }  # fmt: skip
     with pytest.raises(OSError, match="nowhere"):
         write_summary(tmp_path / "nowhere", {})
+
+
+def test_a_step_that_a_crash_left_untold_is_done_all_the_same() -> None:
+    stats = RunStats(bound=2, started=0.0)
+    stats.feed({"type": "start", "started": 0.0, "step": 0, "lineage": 0, "time": 0.0})
+    assert build_summary(stats, status="failed", now=1.0)["steps"] == 0
+    stats.feed({"type": "start", "started": 2.0, "step": 3, "lineage": 1, "time": 2.0})
+    assert build_summary(stats, status="finished", now=3.0)["steps"] == 3

@@ -81,6 +81,12 @@ class RunStats:
         return [span for span in self._spans if span.end > self.started]
 
     @property
+    def steps_done(self) -> int:
+        """Steps that were told, or that a start found done: a crash may come before one is told."""
+        told = (step + 1 for step in self.steps)
+        return max([0, *told, *(start.step for start in self.starts.found)])
+
+    @property
     def last_good_step(self) -> int | None:
         """The newest step whose update was applied; None if there is none."""
         return max((step for step, kept in self.steps.items() if kept.applied), default=None)
@@ -205,7 +211,7 @@ def build_summary(
     window = steady_window(spans) or _whole(spans)
     summary: dict[str, Any] = {
         "status": status,
-        "steps": len(steps),
+        "steps": stats.steps_done,
         "wall_seconds": wall,
         "starts": stats.starts.table(now, status),
         "groups": stats.groups,
