@@ -50,6 +50,24 @@ def test_stopped_processes_of_an_earlier_start_are_ended_and_no_others(tmp_path:
         other.communicate()
 
 
+def test_the_shared_memory_of_processes_that_are_ended_goes_with_them(tmp_path: Path) -> None:
+    code = (
+        "import time; from multiprocessing.shared_memory import SharedMemory as S;"
+        "s = S(create=True, size=4096); print(s.name, flush=True); time.sleep(300)"
+    )
+    env = os.environ | {RUN_TAG: str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        segment = Path("/dev/shm") / process.stdout.readline().decode().strip()
+        assert segment.exists()
+        end_run(tmp_path)
+        assert not segment.exists()
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_a_step_whose_answer_was_lost_is_answered_again_and_trained_once(tmp_path: Path) -> None:
     trainer = make_trainer(make_model(tmp_path / "actor"))
     trainer.setup()

@@ -20,6 +20,7 @@ from offbeat.errors import OffbeatError
 TAG = "OFFBEAT_REPLICA"
 RUN_TAG = "OFFBEAT_RUN"
 GONE_SECONDS = 20.0
+SEGMENTS = " /dev/shm/psm_"
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,9 @@ def end_run(directory: Path) -> None:
 def _end(tag: str, name: str, said: str) -> None:
     give_up = time.monotonic() + GONE_SECONDS
     seen: set[int] = set()
+    shared: set[Path] = set()
     while left := _carrying(tag, name):
+        shared.update(*map(_shared, left))
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -52,6 +55,8 @@ def _end(tag: str, name: str, said: str) -> None:
         if time.monotonic() >= give_up:
             raise OffbeatError(f"processes {left} {said}")
         time.sleep(0.05)
+    for segment in shared - set[Path]().union(*map(_shared, _processes())):
+        segment.unlink(missing_ok=True)  # whoever would have removed it was just killed
     if seen:
         log.info("%s: ended %d processes of its earlier life", name, len(seen))
 
@@ -60,11 +65,22 @@ def _carrying(tag: str, name: str) -> list[int]:
     """Processes other than this one whose environment has the tag; a dead one's is empty."""
     wanted = f"{tag}={name}".encode()
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        pid = int(folder.name)
+    for pid in _processes():
         if pid == os.getpid():
             continue
         with contextlib.suppress(OSError):  # ended meanwhile, or another user's
-            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 found.append(pid)
     return sorted(found)
+
+
+def _processes() -> list[int]:
+    return [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+
+
+def _shared(pid: int) -> set[Path]:
+    """The segments of Python's shared memory that a process has mapped."""
+    with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+        return {Path(line.split()[5]) for line in lines if SEGMENTS in line}
+    return set()
