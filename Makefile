@@ -20,7 +20,7 @@ ifneq ($(and $(filter vllm,$(ENGINE)),$(filter-out $(VLLM_PLATFORM),$(PLATFORM))
 $(error vLLM has no build for $(PLATFORM); leave ENGINE=vllm out here)
 endif
 
-.PHONY: demo demo-table test check bench bench-rewards bench-reliability faults soak mutations clean
+.PHONY: demo demo-table test check bench bench-rewards bench-reliability faults soak mutations sim clean
 
 demo: $(VENV)/.demo $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)  ## a pretrained model learns from a judge, a scorer and a rule at once; ENGINE=vllm: on vLLM
 	$(BIN)/python -m examples.max_of_three.demo --reward $(REWARD) --engine $(ENGINE)
@@ -49,6 +49,9 @@ soak: $(VENV)/.dev  ## half an hour in which a process is killed every 20 second
 
 mutations: $(VENV)/.dev  ## takes safeguards out of the code, one by one: a test must notice each
 	$(BIN)/python -m tests.mutations
+
+sim: $(VENV)/.dev  ## whole runs under a virtual clock: 500 seeds, an hour of 64 engines, 10,000 groups in flight
+	$(BIN)/python -m tests.sim.full
 
 bench-rewards: $(VENV)/.dev  ## rewards beside generation: 1,000 judge calls at once, a slow judge, overlap
 	$(BIN)/python benchmarks/rewards.py

@@ -96,6 +96,7 @@ class Books:
         self.ledger = Ledger()
         self.next_step = 0  # the trainer step whose batch has not been taken yet
         self._groups: dict[int, Group] = {}  # ready, not yet batched
+        self._committing = asyncio.Lock()
         self._batch: Batch | None = None  # the newest, so that asking twice gives it twice
         self._saved = 0  # version of the newest checkpoint
 
@@ -230,14 +231,16 @@ class Books:
         if ordinals:
             self.ledger.batched(ordinals, step)
             await apoint("ledger.batched")
-            await asyncio.wrap_future(self.store.put(self.ledger.drain()))
+            async with self._committing:
+                await asyncio.wrap_future(self.store.put(self.ledger.drain()))
             await apoint("ledger.batch_committed")
         return self._batch
 
     async def recorded(self, step: int) -> Batch | None:
         """The batch that `step` had, if it has had one; from disk unless it is the newest."""
-        if self._batch is not None and self._batch.step == step:
-            return self._batch
+        if (newest := self._batch) is not None and newest.step == step:
+            async with self._committing:  # whoever asked first may wait for it still
+                return newest
         ordinals = self.ledger.batch(step)
         if ordinals is None:
             if step < self.next_step:

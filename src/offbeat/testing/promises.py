@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from offbeat.ledger import Counts, Row
 from offbeat.records import Batch, Group, Payload, PolicyVersion
@@ -34,20 +34,27 @@ class Broken(AssertionError):
 
 
 class Promises:
-    """What has been seen of one run, across all its starts. `clock` gives virtual seconds."""
+    """What has been seen of one run, across all its starts. `clock` gives virtual seconds;
+    `committed` are the rows of the store."""
 
-    def __init__(self, clock: Callable[[], float], bound: int, group_size: int) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        bound: int,
+        group_size: int,
+        committed: Mapping[int, Row],
+    ) -> None:
         self.clock = clock
         self.broken: list[str] = []
         self.trace = 0  # changes with every event and its second
         self.last: deque[str] = deque(maxlen=EVENTS_KEPT)
         self.seen: Counter[str] = Counter()
-        self._bound, self._size = bound, group_size
+        self._bound, self._size, self._committed = bound, group_size, committed
         self._rows: dict[int, Row] = {}
         self._counts: Counter[str] = Counter()  # groups by state
         self._batches: dict[int, tuple[int, int]] = {}  # step -> fingerprint, groups
         self._step_of: dict[int, int] = {}  # ordinal -> the step that trained it
-        self._makers: dict[PolicyVersion, int] = {}
+        self._makers: dict[int, int] = {}  # lineage -> the trainer that has it
         self._loading: Counter[PolicyVersion] = Counter()  # by engines that are in routing
 
     def event(self, what: str) -> None:
@@ -133,6 +140,9 @@ class Promises:
         row = self._rows.get(ordinal)
         well = row is not None and (row.state, row.step) == ("batched", step)
         self.check(well, 1, f"step {step} trains {row}")
+        kept = self._committed.get(ordinal)
+        durable = kept is not None and kept.step == step
+        self.check(durable, 6, f"step {step} trains {ordinal}, of which the store has {kept}")
         places = {sample.completion.index for sample in group.samples}
         whole = places == set(range(self._size)) and len(group.samples) == self._size
         self.check(whole, 1, f"group {ordinal} has the samples {sorted(places)}")
@@ -153,8 +163,8 @@ class Promises:
     def made(self, version: PolicyVersion, maker: int) -> None:
         """A trainer, one number a start, has published a version."""
         self.event(f"published {version} by {maker}")
-        first = self._makers.setdefault(version, maker)
-        self.check(first == maker, 4, f"version {version} was made by two trainers")
+        first = self._makers.setdefault(version.lineage, maker)
+        self.check(first == maker, 4, f"version {version}: two trainers have its lineage")
 
     def asked(self, name: str, acknowledged: int, floor: int, routable: bool) -> None:
         """An engine gets a request."""

@@ -157,7 +157,7 @@ class World:
         self.tables, self.disk = Tables(), Disk()
         self.prompts = SimPrompts(4 * shape.steps * shape.groups_per_step)
         clock = asyncio.get_running_loop().time
-        self.promises = Promises(clock, shape.max_staleness, shape.group_size)
+        self.promises = Promises(clock, shape.max_staleness, shape.group_size, self.tables.groups)
         self.start = 0  # starts of the run before this one
         self.lineage = 0
         self.resumed = False
