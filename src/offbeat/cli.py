@@ -196,7 +196,7 @@ def _train(options: argparse.Namespace, overrides: list[str]) -> int:
     preflight(config, lambda line: None, lambda line: print(f"offbeat: {line}", file=sys.stderr))
     from offbeat.cluster import launch
 
-    return launch.train(config)
+    return launch.train(config, sys.stdout)
 
 
 def _resume(options: argparse.Namespace, overrides: list[str]) -> int:

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sqlite3
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +80,7 @@ def resume(run: Path, overrides: Sequence[str], say: Say, note: Say) -> int:
     for change in plan.changes:
         say(f"changed: {change}")
     say(_where(directory, plan.go_on))
-    return launch.resume(plan.config, plan.go_on)
+    return launch.resume(plan.config, plan.go_on, sys.stdout)
 
 
 def find_run(run: Path) -> Path:

@@ -32,7 +32,7 @@ class Started:
         context.set_forkserver_preload(["tests.faults.preload"])
         texts = [str(word) for word in words]
         self.process: ForkServerProcess = context.Process(
-            target=_main, args=(texts, faults, self.plan.log, self.said)
+            target=_main, args=(texts, faults, self.plan.log, self.said, dict(os.environ))
         )
         self.process.start()
 
@@ -79,7 +79,14 @@ class Started:
         return self.process.exitcode
 
 
-def _main(words: list[str], faults: tuple[Fault, ...], log: Path, said: Path) -> None:
+def _main(
+    words: list[str],
+    faults: tuple[Fault, ...],
+    log: Path,
+    said: Path,
+    environment: dict[str, str],
+) -> None:
+    os.environ.update(environment)
     from offbeat.cli import main
 
     out = os.open(said, os.O_WRONLY | os.O_APPEND)

@@ -18,6 +18,7 @@ from tests.e2e.test_resume import check_books, check_samples
 
 from offbeat.cli_resume import plan_resume
 from offbeat.cluster.launch import train
+from offbeat.cluster.specs import GoOn
 from offbeat.config_file import load_config
 from offbeat.testing.faults import Fault
 from offbeat.train.checkpoint import newest_valid, version_of
@@ -148,7 +149,7 @@ def test_sigterm_while_the_roles_start_leaves_a_summary_too(
         0,
     )
     plan = plan_resume(config.run_dir)
-    assert plan.go_on is None
+    assert plan.go_on in (None, GoOn(0, None)), "the ledger may have come to be"
     from offbeat.cluster.launch import resume
 
     assert resume(plan.config, plan.go_on, None) == 0

@@ -16,12 +16,12 @@ from offbeat.testing.judge_faults import Fault as Answer
 from offbeat.testing.judge_server import JudgeServer
 
 Project = Callable[..., Path]
-KEY = "sk-very-secret-0123456789"
+KEY = "sk-very-secret-abcdefghij"
 
 
 def project_with_judge(project: Project, base_url: str, **changes: object) -> Path:
     return project(
-        ("judge",), reward__judge__kind="genrm", reward__judge__base_url=base_url,
+        ("judge", "rule"), reward__judge__kind="genrm", reward__judge__base_url=base_url,
         reward__judge__model="judge", reward__judge__api_key_env="OFFBEAT_TEST_KEY",
         reward__judge__max_tokens=16, reward__judge__max_context=512,
         reward__judge__retries=1, train__steps=3, train__checkpoint_every=1, **changes,
@@ -72,7 +72,7 @@ def test_a_key_is_in_no_file_no_line_and_no_command(
         first.kill()
         again = Started(["resume", run_dir], tmp_path)
         assert again.ends() == 0, again.text
-        assert any(call.headers.get("authorization") == f"Bearer {KEY}" for call in server.calls)
+        assert any(f"Bearer {KEY}" in call.headers.values() for call in server.calls)
     assert b"python" in shown
     assert KEY.encode() not in shown
     found = [p for p in holding(run_dir, KEY) if p.parent.name != "transcripts"]
@@ -88,12 +88,15 @@ def test_a_failure_tells_the_servers_words_without_the_key(
 ) -> None:  # fmt: skip
     monkeypatch.setenv("OFFBEAT_TEST_KEY", KEY)
     refused = Answer(401, body=f"no such key: {KEY}".encode())
-    with JudgeServer(script=[refused] * 50) as server:
-        path = project_with_judge(project, server.base_url)
-        assert main(["train", str(path)]) == 2
+    with JudgeServer(script=[refused] * 1000) as server:
+        path = project_with_judge(project, server.base_url, reward__judge__patience_seconds=1)
+        assert main(["train", str(path)]) == 1
     said = capsys.readouterr()
-    assert "401" in said.err
+    run_dir = load_config(path, []).run_dir
+    assert "reward.judge" in said.err
+    assert "no such key: ***" in (run_dir / "logs" / "driver.log").read_text()
     assert KEY not in said.out + said.err
+    assert holding(run_dir, KEY) == []
 
 
 def test_a_password_in_an_address_is_refused_before_it_is_written(

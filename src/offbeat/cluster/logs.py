@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 
@@ -13,6 +14,10 @@ class QuietFile(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what could not be written before cannot be now
+            super().close()
 
 
 def log_to(folder: Path | None, who: str) -> logging.Handler | None:
