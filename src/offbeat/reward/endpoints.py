@@ -214,6 +214,8 @@ class Endpoint:
             self._refuse(status, body, headers)
         if len(body) > LARGEST_BODY:
             raise CallFailed("unparseable", f"an answer of more than {LARGEST_BODY} bytes")
+        if self._key is not None:  # what a judge says is kept with its sample
+            body = body.replace(self._key.encode(), b"***")
         try:
             return json.loads(body)
         except (ValueError, RecursionError) as error:
