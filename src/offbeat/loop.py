@@ -126,7 +126,8 @@ class AsyncLoop:
             await self._drain()
         stopped = self.stopping.is_set() and self.trained_steps < self.total_steps
         if not stopped:
-            checked(counts, self.trained_steps, self.config.train.on_no_signal)
+            wanted = None if self.config.train.steps is None else self.total_steps
+            checked(counts, self.trained_steps, self.config.train.on_no_signal, wanted)
         return Outcome(self.trained_steps, counts, stopped)
 
     async def _session(self) -> None:

@@ -17,13 +17,19 @@ class Outcome:
     stopped: bool = False
 
 
-def checked(counts: Counts, steps: int, on_no_signal: str) -> None:
-    """Raises `RunFailed` for a run that came to its end and learnt nothing."""
+def checked(counts: Counts, steps: int, on_no_signal: str, wanted: int | None = None) -> None:
+    """Raises `RunFailed` for a run that came to its end and learnt nothing, or has fewer steps than
+    were `wanted` (None: as many as the data gives)."""
     lost = sum(counts["discarded"].values())
     if steps == 0 or lost > counts["trained"]:
         why = ", ".join(f"{reason} {n}" for reason, n in counts["discarded"].items())
         raise RunFailed(
             f"{lost} of {counts['admitted']} groups were discarded ({why}); {steps} steps are done"
+        )
+    if wanted is not None and steps < wanted:
+        raise RunFailed(
+            f"the data ended after {steps} of {wanted} steps, as {lost} groups were discarded; "
+            "with more data.epochs others take their places"
         )
     if counts["no_signal"] == counts["trained"]:
         raise RunFailed(

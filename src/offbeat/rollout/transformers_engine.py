@@ -121,6 +121,7 @@ class TransformersEngine:
         self._spans = SpanLog(role, replica, wall_is_cpu=device == "cuda")
         self._inbox: list[_Command] = []
         self._changed = threading.Condition()
+        self._loading = asyncio.Lock()
         self._stopping = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -178,6 +179,10 @@ class TransformersEngine:
         copy and, with `on_update="recompute"`, for computing the running samples' keys and values.
         """
         self._alive()
+        async with self._loading:  # one after another: the version that was asked for last stays
+            return await self._swap(manifest)
+
+    async def _swap(self, manifest: Manifest) -> PolicyVersion:
         await apoint("engine.load")
         tensors = await asyncio.to_thread(self._load_manifest, manifest)
         loop = asyncio.get_running_loop()
