@@ -190,7 +190,7 @@ def test_j7_a_judge_that_dies_in_the_middle_ends_the_run_by_name(
 
         def stop_in_the_middle() -> None:
             while not done.wait(0.05):
-                if metrics.exists() and '"step"' in metrics.read_text():
+                if metrics.exists() and '"type":"step"' in metrics.read_text():
                     return server.stop()
 
         killer = threading.Thread(target=stop_in_the_middle)

@@ -147,7 +147,7 @@ def config_of(tmp_path: Path, model: Path, engine: str, load_deadline: float) ->
         {
             "run": "interrupted",
             "runs_dir": str(tmp_path),
-            "model": {"path": str(model)},
+            "model": {"path": str(model), "dtype": "float32"},
             "data": {"train": "unused"},
             "rollout": {
                 "engine": engine, "replicas": REPLICAS, "group_size": SAMPLES, "seats": 8,
@@ -416,6 +416,7 @@ class ScribeActor(EngineActor):
     def __init__(self) -> None:
         self._engine: Any = Scribe()
         self._keep_payloads = True
+        self._requests = set()
 
     async def start(self) -> None: ...
 
@@ -492,6 +493,7 @@ class TalkerActor(ScribeActor):
     def __init__(self) -> None:
         self._engine = Talker()
         self._keep_payloads = True
+        self._requests = set()
 
 
 def test_superseded_snapshots_are_freed(cluster: None) -> None:
