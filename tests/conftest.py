@@ -56,6 +56,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.hookimpl(tryfirst=True)  # before the marks are read
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With several workers: one Ray cluster at a time, and one run beside it."""
     for item in items:
