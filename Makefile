@@ -29,7 +29,7 @@ demo-table: $(VENV)/.demo  ## the four runs of the README's table, one after ano
 	for reward in all rule judge scorer; do $(BIN)/python -m examples.max_of_three.demo --reward $$reward --evaluate || exit 1; done
 
 test: $(VENV)/.dev $(VLLM)  ## every test; those of vLLM skip where it has no build, or with VLLM=
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 check: $(VENV)/.dev  ## lint, types, import contracts, length budgets
 	$(BIN)/ruff check .

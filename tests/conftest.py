@@ -25,12 +25,6 @@ import pytest  # noqa: E402
 
 from offbeat.testing import tiny  # noqa: E402
 
-ON_RAY = {
-    "test_broadcast_run", "test_interrupted", "test_placement", "test_ray_run",
-    "test_reward_revival", "test_score", "test_single_device", "test_supervision",
-    "test_validate_on_ray", "test_vllm_run",
-}  # fmt: skip
-
 REWARDS = '''
 def correct(prompts, completions, reference, **columns):
     return [float(c.strip() == r) for c, r in zip(completions, reference)]
@@ -54,17 +48,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.write_reverse_data(root / "validation.jsonl", 8, 2, longest=3)
     (root / "rewards.py").write_text(REWARDS)
     return root
-
-
-@pytest.hookimpl(tryfirst=True)  # before the marks are read
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers: one Ray cluster at a time, and one run beside it."""
-    for item in items:
-        folder, name = item.path.parent.name, item.path.stem
-        if folder == "faults" or name in ON_RAY:
-            item.add_marker(pytest.mark.xdist_group("ray"))
-        elif folder == "e2e":
-            item.add_marker(pytest.mark.xdist_group("run"))
 
 
 ProjectMaker = Callable[..., Path]
