@@ -265,7 +265,7 @@ def test_exit_codes(
 ) -> None:
     launch = pytest.importorskip("offbeat.cluster.launch")
 
-    def train(config: Any) -> int:
+    def train(config: Any, stream: Any) -> int:
         if raised is not None:
             raise raised
         return 0
