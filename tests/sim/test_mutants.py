@@ -34,17 +34,6 @@ def fencing(patch: Patch) -> None:
     patch.setattr(_Work, "take", take)
 
 
-def deduplication(patch: Patch) -> None:
-    """A sample that comes twice counts twice."""
-
-    def take(self: _Work, item: Completion | Progress) -> Completion | None:
-        if isinstance(item, Completion) and item.index in self.done:
-            return item
-        return TAKE(self, item)
-
-    patch.setattr(_Work, "take", take)
-
-
 def deadlines(patch: Patch) -> None:
     """Whatever there is a slot for is admitted."""
     patch.setattr(Buffer, "_fits", lambda self, *_: self.live() < self.max_live)
@@ -105,7 +94,6 @@ def idempotence(patch: Patch) -> None:
     ("mutant", "promise"),
     [
         (fencing, 1),
-        (deduplication, 1),
         (deadlines, 3),
         (consumption, 3),
         (commit, 6),
