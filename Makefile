@@ -29,7 +29,8 @@ demo-table: $(VENV)/.demo  ## the four runs of the README's table, one after ano
 	for reward in all rule judge scorer; do $(BIN)/python -m examples.max_of_three.demo --reward $$reward --evaluate || exit 1; done
 
 test: $(VENV)/.dev $(VLLM)  ## every test; those of vLLM skip where it has no build, or with VLLM=
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	@bad=0; $(BIN)/python -m pytest -m "not faults and not ray" -n $(WORKERS) --dist loadfile || bad=1; \
+	$(BIN)/python -m pytest -m "ray and not faults" || bad=1; exit $$bad
 
 check: $(VENV)/.dev  ## lint, types, import contracts, length budgets
 	$(BIN)/ruff check .

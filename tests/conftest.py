@@ -25,6 +25,12 @@ import pytest  # noqa: E402
 
 from offbeat.testing import tiny  # noqa: E402
 
+ON_RAY = {
+    "test_broadcast_run", "test_interrupted", "test_placement", "test_ray_run",
+    "test_reward_revival", "test_shared_pool", "test_single_device", "test_supervision",
+    "test_validate_on_ray", "test_vllm_run",
+}  # fmt: skip
+
 REWARDS = '''
 def correct(prompts, completions, reference, **columns):
     return [float(c.strip() == r) for c, r in zip(completions, reference)]
@@ -48,6 +54,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny.write_reverse_data(root / "validation.jsonl", 8, 2, longest=3)
     (root / "rewards.py").write_text(REWARDS)
     return root
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are picked by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start Ray clusters run alone, one after another: two would share two cores."""
+    for item in items:
+        if item.path.stem in ON_RAY:
+            item.add_marker(pytest.mark.ray)
 
 
 ProjectMaker = Callable[..., Path]

@@ -34,10 +34,10 @@ def weights(config: Config) -> bytes:
 def test_with_nowhere_to_write_telemetry_training_is_bit_for_bit_the_same(
     project: Project, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    well = load_config(project(train__max_staleness=0, name="well"), [])
+    well = load_config(project(train__max_staleness=0, rollout__seats=1, name="well"), [])
     assert launch.train(well, None) == 0
 
-    config = load_config(project(train__max_staleness=0, name="full"), [])
+    config = load_config(project(train__max_staleness=0, rollout__seats=1, name="full"), [])
     record = launch.record_config
 
     def and_fill(config: Config, started: float) -> None:

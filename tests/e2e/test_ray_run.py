@@ -67,7 +67,7 @@ def test_two_runs_on_one_cluster_interleave_and_both_finish(cluster: str, projec
     sources = ("rule", "judge", "scorer")
     with JudgeServer("8") as server:
         more: dict[str, object] = {
-            "cluster__backend": "ray", "train__steps": 160, "data__epochs": 8,
+            "cluster__backend": "ray", "train__steps": 40, "data__epochs": 8,
             "reward__server__kind": "genrm", "reward__server__base_url": server.base_url,
             "reward__server__cache": False,
         }  # fmt: skip
@@ -79,12 +79,12 @@ def test_two_runs_on_one_cluster_interleave_and_both_finish(cluster: str, projec
         finally:
             for process in both:
                 process.kill()
-        assert len(server.calls) >= 2 * 320 * 2
+        assert len(server.calls) >= 2 * 80 * 2
     times = {}
     for path in paths:
         summary = json.loads((path.parent / "runs" / path.stem / "summary.json").read_text())
         assert summary["status"] == "finished"
-        assert summary["groups"]["trained"] == 320
+        assert summary["groups"]["trained"] == 80
         assert summary["rewards"]["scorer"]["failed"] == {}
         assert summary["rewards"]["server"]["failed"] == {}
         assert summary["rewards"]["server"]["mean_last"] == pytest.approx(7 / 9)

@@ -188,6 +188,7 @@ class RolloutSide:
         self._anchors: Anchors | None = None
         self._checker: Checker | None = None
         self._store: Store | None = None
+        self._opening: asyncio.Task[tuple[Books, Restored | None]] | None = None
         self.core: Rollouter | None = None
 
     async def start(self, standing: Standing) -> int:
@@ -234,9 +235,9 @@ class RolloutSide:
         """
         if self._prompts is None or self._rewards is None:
             raise RuntimeError("build comes after start")
-        books, restored = await asyncio.to_thread(
-            self._open_books, self._prompts, go_on, total_steps
-        )
+        opening = asyncio.to_thread(self._open_books, self._prompts, go_on, total_steps)
+        self._opening = asyncio.create_task(opening)
+        books, restored = await asyncio.shield(self._opening)
         validator = None
         if self._held_out:
             validator = Validator(
@@ -292,6 +293,8 @@ class RolloutSide:
 
     async def close(self) -> None:
         """Ends the reward loop and commits the ledger, also when a source does not end."""
+        if self._opening is not None:  # a thread is not broken off: its lock would stay
+            await asyncio.wait([self._opening])
         async with contextlib.AsyncExitStack() as last:
             if self._store is not None:
                 last.push_async_callback(asyncio.to_thread, self._store.close)
