@@ -43,7 +43,7 @@ bench: $(VENV)/.dev  ## the engine against model.generate
 	$(BIN)/python benchmarks/engine.py
 
 faults: $(VENV)/.dev  ## a kill at every named point of a run, on Ray and in one process
-	$(BIN)/python -m pytest tests/faults -m faults
+	$(BIN)/python -m pytest tests/faults tests/e2e/test_supervision.py -m faults
 
 soak: $(VENV)/.dev  ## half an hour in which a process is killed every 20 seconds
 	$(BIN)/python -m tests.faults.soak

@@ -165,6 +165,7 @@ def lineage(run: Run) -> int:
     return max((sync["lineage"] for sync in run.records("sync")), default=0)
 
 
+@pytest.mark.faults  # six minutes on two cores
 def test_every_process_of_a_run_dies_and_nothing_is_lost(
     project: Project, launch: Callable[..., Run]
 ) -> None:

@@ -252,3 +252,18 @@ def test_illegal_arrows_raise_and_change_nothing(call: object) -> None:
         call(ledger)  # type: ignore[operator]
     assert (ledger.counts(), ledger.row(0)) == before[:2]
     assert ledger.drain() == []
+
+
+@pytest.mark.parametrize("named", [(0,), (0, 1, 2), (0, 2), ()])
+def test_a_step_is_trained_for_its_whole_batch_and_nobody_else(named: tuple[int, ...]) -> None:
+    ledger = Ledger()
+    for ordinal in range(3):
+        ledger.admit(ordinal, 2, 0)
+        ledger.generated(ordinal, 0)
+        ledger.scored(ordinal, 0)
+        ledger.ready(ordinal, 0)
+    ledger.batched([0, 1], 0)
+    before = ledger.counts()
+    with pytest.raises(LedgerError, match=r"trained\(0\) names groups"):
+        ledger.trained(0, dict.fromkeys(named, "signal"))
+    assert ledger.counts() == before
