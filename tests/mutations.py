@@ -113,13 +113,6 @@ MUTATIONS = (
             ("        _put_in_place(folder, path)\n", ""),
         ),
     ),
-    Mutation(
-        "gate until the first publication",
-        "rollout/rollouter.py",
-        "or not self.lives.open.is_set()",
-        "",
-        ("tests/sim",),
-    ),
 )
 
 
