@@ -260,7 +260,7 @@ class TrainerActor:
 
     def step(self, batch: Batch) -> StepResult:
         payloads = [
-            [_arrays(sample.completion.ref) for sample in group.samples] for group in batch.groups
+            _arrays([sample.completion.ref for sample in group.samples]) for group in batch.groups
         ]
         return self._trainer.step(batch, payloads)
 
@@ -338,10 +338,11 @@ class RayTrainer:
         return spans
 
 
-def _arrays(ref: Any) -> Payload:
-    """A sample's tokens: behind a reference, or themselves where they come from the ledger."""
-    payload: Payload = ray.get(ref) if isinstance(ref, ray.ObjectRef) else ref
-    return payload
+def _arrays(refs: list[Any]) -> list[Payload]:
+    """A group's tokens: behind references, or themselves where they come from the ledger."""
+    behind = any(isinstance(ref, ray.ObjectRef) for ref in refs)
+    payloads: list[Payload] = ray.get(refs) if behind else refs
+    return payloads
 
 
 def start_engine(
