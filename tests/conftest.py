@@ -23,6 +23,7 @@ from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 
+from offbeat.cli import main  # noqa: E402
 from offbeat.testing import tiny  # noqa: E402
 
 ON_RAY = {
@@ -133,3 +134,15 @@ def _value(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_value(part) for part in value) + "]"
     return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+
+
+@pytest.fixture
+def offbeat(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """The command line: exit code, stdout, stderr."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return call

@@ -22,18 +22,6 @@ Command = tuple[int, str, str]
 Offbeat = Callable[..., Command]
 
 
-@pytest.fixture
-def offbeat(capsys: pytest.CaptureFixture[str]) -> Offbeat:
-    """The command line: exit code, stdout, stderr."""
-
-    def call(*arguments: object) -> Command:
-        capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
-        return code, *capsys.readouterr()
-
-    return call
-
-
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Path:
     """A finished run with checkpoints of steps 0, 2, 4 and 6."""

@@ -27,18 +27,6 @@ Command = tuple[int, str, str]
 Offbeat = Callable[..., Command]
 
 
-@pytest.fixture
-def offbeat(capsys: pytest.CaptureFixture[str]) -> Offbeat:
-    """The command line: exit code, stdout, stderr."""
-
-    def call(*arguments: object) -> Command:
-        capsys.readouterr()
-        code = main([str(argument) for argument in arguments])
-        return code, *capsys.readouterr()
-
-    return call
-
-
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Path:
     """A run that was killed after the update of its fourth step, and resumed with another rate."""
