@@ -19,6 +19,7 @@ from typing import Literal, TypedDict
 
 State = Literal["admitted", "generated", "scored", "ready", "batched", "trained", "discarded"]
 Flag = Literal["signal", "no_signal"]
+LEFT_OVER = "left over"  # admitted beyond the steps that the run came to have
 REASON_CHARS = 200  # a reason names a kind of cause, is counted by kind, and is cut at this length
 
 

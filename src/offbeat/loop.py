@@ -39,7 +39,7 @@ from offbeat.config import Config
 from offbeat.config_validate import On
 from offbeat.errors import RoleDied, RunFailed, UserError, first_of
 from offbeat.faults import apoint
-from offbeat.ledger import Flag
+from offbeat.ledger import Counts, Flag
 from offbeat.outcome import Outcome, checked
 from offbeat.records import Batch, Completion, PolicyVersion
 from offbeat.roles import GRACE_SECONDS, Asking, RollouterRole, TrainerRole
@@ -112,7 +112,7 @@ class AsyncLoop:
                     await self._save(final=True)
                     if not self.stopping.is_set():
                         await self._last_validation()
-                    counts = await self._rollouter("books", self.rollouter.counts())
+                    counts = await self._close()
                     break
                 except Exception as failure:  # boundary: a role that died is started again
                     self._note_death(failure, dead)
@@ -124,11 +124,10 @@ class AsyncLoop:
             raise kind(f"{said}; {self.trained_steps} steps are done") from error
         finally:
             await self._drain()
-        stopped = self.stopping.is_set() and self.trained_steps < self.total_steps
-        if not stopped:
+        if not self._stopped:
             wanted = None if self.config.train.steps is None else self.total_steps
             checked(counts, self.trained_steps, self.config.train.on_no_signal, wanted)
-        return Outcome(self.trained_steps, counts, stopped)
+        return Outcome(self.trained_steps, counts, self._stopped)
 
     async def _session(self) -> None:
         """Trains until all is done, a role dies, or the loop is to stop."""
@@ -206,6 +205,15 @@ class AsyncLoop:
             await self._rollouter(what, self.rollouter.published(manifest), seconds)
             if self._on != "train":
                 await self._validate_if_due(tasks, self._published)
+
+    async def _close(self) -> Counts:
+        """The last books: of a run that has its steps, nothing is live."""
+        role = self.rollouter
+        return await self._rollouter("books", role.counts() if self._stopped else role.finish())
+
+    @property
+    def _stopped(self) -> bool:
+        return self.stopping.is_set() and self.trained_steps < self.total_steps
 
     # -- roles that die --------------------------------------------------------------------------
 

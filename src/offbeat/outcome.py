@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offbeat.errors import RunFailed
-from offbeat.ledger import Counts
+from offbeat.ledger import LEFT_OVER, Counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Outcome:
 def checked(counts: Counts, steps: int, on_no_signal: str, wanted: int | None = None) -> None:
     """Raises `RunFailed` for a run that came to its end and learnt nothing, or has fewer steps than
     were `wanted` (None: as many as the data gives)."""
-    lost = sum(counts["discarded"].values())
+    lost = sum(n for reason, n in counts["discarded"].items() if reason != LEFT_OVER)
     if steps == 0 or lost > counts["trained"]:
         why = ", ".join(f"{reason} {n}" for reason, n in counts["discarded"].items())
         raise RunFailed(

@@ -16,6 +16,7 @@ from offbeat.cli import main
 from offbeat.cli_resume import plan_resume
 from offbeat.config_file import load_config
 from offbeat.errors import UserError
+from offbeat.ledger import LEFT_OVER
 from offbeat.store import read_counts, read_meta
 from offbeat.testing.faults import Fault
 from offbeat.track.metrics import read_metrics
@@ -185,6 +186,23 @@ def test_five_kills_in_a_row_reach_the_end_within_the_bound(
     versions = {r["step"]: r["staleness"]["max"] for r in read_metrics(run_dir / "metrics.jsonl")
                 if r["type"] == "step"}  # fmt: skip
     assert max(versions.values()) <= 2
+
+
+def test_groups_beyond_the_steps_that_a_resumed_run_has_are_left_over_by_name(
+    project: Project, tmp_path: Path
+) -> None:
+    path = project(train__steps=40, train__max_staleness=8, data__epochs=2)
+    run_dir = run_dir_of(path)
+    first = Started(["train", path], tmp_path, HOLD)
+    first.fires()
+    first.until(lambda: sum(row.state == "ready" for row in rows(run_dir)) >= 8, "8 groups")
+    first.kill()
+    assert main(["resume", str(run_dir), "--train.steps", "5"]) == 0
+    check_books(run_dir, 5, 2)
+    counts = read_counts(run_dir / "ledger.sqlite")
+    assert counts["live"] == 0
+    assert counts["discarded"] == {LEFT_OVER: counts["admitted"] - 10}
+    assert counts["discarded"][LEFT_OVER] >= 4
 
 
 def test_w5_the_bound_holds_from_the_first_batch_after_a_resume_late_in_a_run(

@@ -16,7 +16,7 @@ import pytest
 
 from offbeat.config import TrainSection
 from offbeat.errors import OffbeatError
-from offbeat.ledger import Counts, Row
+from offbeat.ledger import LEFT_OVER, Counts, Row
 from offbeat.recorded import pack_rewards, pack_tokens
 from offbeat.records import Batch, Completion, Group, Payload, Prompt, Reward, Sample
 from offbeat.rollout.books import LATE, Books
@@ -248,6 +248,28 @@ def test_a_trainer_that_lives_redoes_nothing(store: Store) -> None:
     assert books.next_step == 2
     books.redo(1)  # then it dies
     assert books.ledger.counts()["trained"] == 2
+
+
+def test_at_the_end_of_a_run_what_is_left_over_is_discarded_by_name(store: Store) -> None:
+    async def body(books: Books) -> None:
+        await a_run(books)
+        live = {row.ordinal for row in books.ledger.live_rows()}
+        assert live == {5}
+        await books.admit(6, 1)
+        assert await generate(books, 6)
+        assert await score(books, 6)
+        counts = await books.close()
+        assert (counts["live"], counts["discarded"][LEFT_OVER]) == (0, 2)
+        assert not store.payloads([5, 6])
+        assert await books.close() == counts
+        assert not await generate(books, 5), "too late"
+        assert not await score(books, 6), "too late"
+
+    with_books(store, body)
+    books, found = restored(store, 0, done=2)
+    assert books.ledger.counts()["live"] == 0
+    assert not found.again
+    assert not found.unscored
 
 
 def test_late_answers_of_an_older_attempt_change_nothing(store: Store) -> None:

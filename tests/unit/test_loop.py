@@ -86,6 +86,10 @@ class Fakes:
         n = self.booked
         return Counts(admitted=n, trained=n, no_signal=0, discarded={}, live=0)
 
+    async def finish(self) -> Counts:
+        await self._call("finish")
+        return await self.counts()
+
     async def reward_stats(self) -> Mapping[str, SourceStats]:
         return {"judge": SourceStats(5, 1, {"timeout": 2})}
 

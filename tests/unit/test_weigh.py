@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import sys
 from collections.abc import Awaitable, Callable
@@ -222,8 +223,9 @@ def test_a_dead_engine_is_a_failure_by_cause(judges: dict[str, Path]) -> None:
         async def broken(request: GenerateRequest) -> Any:
             if len(request.prompt_ids) > len(judge._encode(TEXTS[0])):
                 raise OffbeatError("a node's request failed")
-            async for item in generate(request):
-                yield item
+            async with contextlib.aclosing(generate(request)) as items:
+                async for item in items:
+                    yield item
 
         generate = engine.generate
         engine.generate = broken  # type: ignore[method-assign, assignment]

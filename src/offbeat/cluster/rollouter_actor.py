@@ -139,6 +139,9 @@ class RollouterActor:
     async def counts(self) -> Counts:
         return await self._core.counts()
 
+    async def finish(self) -> Counts:
+        return await self._core.finish()
+
     async def drain(self) -> tuple[list[Span], list[SyncReport], Tally]:
         return await self._core.drain()
 
@@ -223,6 +226,10 @@ class RayRollouter:
 
     async def counts(self) -> Counts:
         counts: Counts = await of_role("rollouter", self.handle.counts.remote())
+        return counts
+
+    async def finish(self) -> Counts:
+        counts: Counts = await of_role("rollouter", self.handle.finish.remote())
         return counts
 
     async def drain(self) -> tuple[list[Span], list[SyncReport], Tally]:

@@ -20,7 +20,7 @@ from offbeat.buffer import Buffer, BufferStateError
 from offbeat.config import TrainSection
 from offbeat.errors import OffbeatError
 from offbeat.faults import apoint
-from offbeat.ledger import Counts, Flag, Ledger, Row
+from offbeat.ledger import LEFT_OVER, Counts, Flag, Ledger, Row
 from offbeat.recorded import (
     Generated,
     RecordError,
@@ -222,6 +222,19 @@ class Books:
         await apoint("ledger.discarded")
         self.store.put(self.ledger.drain(), release=(ordinal,))
         return True
+
+    async def close(self) -> Counts:
+        """The run has its steps: what is live is not needed, and is discarded by name, durably."""
+        left = self.ledger.live_rows()
+        for row in left:
+            self.buffer.discard(row.ordinal, row.attempt)
+            self.ledger.discarded(row.ordinal, LEFT_OVER)
+            self._groups.pop(row.ordinal, None)
+        if left:
+            await apoint("ledger.discarded")
+            rows, gone = self.ledger.drain(), [row.ordinal for row in left]
+            await asyncio.wrap_future(self.store.put(rows, release=gone))
+        return self.ledger.counts()
 
     async def batch(self, step: int, ordinals: Sequence[int]) -> Batch:
         """The taken groups as the batch of `step`, once that is durable."""

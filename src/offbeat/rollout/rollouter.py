@@ -101,6 +101,7 @@ class Rollouter:
         self._failure: BaseException | None = None
         self._sync: WeightSync[Engine] | None = None
         self._stopping = asyncio.Event()
+        self._finished = False
         self._one_batch = asyncio.Lock()
 
     # -- the three loops -------------------------------------------------------------------------
@@ -267,6 +268,15 @@ class Rollouter:
         """The books: admitted = trained + discarded + live."""
         return self._ledger.counts()
 
+    async def finish(self) -> Counts:
+        """The run has its steps: what it has admitted beyond them (those of a resumed run may be
+        fewer than before) is discarded by name, and nothing more is admitted."""
+        self._finished = True
+        counts = await self.books.close()
+        for task in self._tasks.values():
+            task.cancel()
+        return counts
+
     async def notices(self) -> list[str]:
         """Lines for the user about the reward sources, since the last call."""
         return self.rewards.notices()
@@ -315,7 +325,7 @@ class Rollouter:
     def _final(self) -> bool:
         """No further prompt will come, short of one that replaces a discard."""
         kept = self._next_ordinal - self._discarded_before - self.lives.discards
-        return self._next_ordinal >= self.prompts.total or kept >= self._wanted
+        return self._finished or self._next_ordinal >= self.prompts.total or kept >= self._wanted
 
     def _validator_of(self) -> Validator:
         if self._validator is None:

@@ -119,6 +119,10 @@ class SimRollouter:
         """See `RollouterRole.counts`."""
         return await self._ask("counts", lambda core: core.counts())
 
+    async def finish(self) -> Counts:
+        """See `Rollouter.finish`."""
+        return await self._ask("finish", lambda core: core.finish(), twice=0.05)
+
     async def reward_stats(self) -> Mapping[str, SourceStats]:
         """See `RollouterRole.reward_stats`."""
         return await self._ask("stats", lambda core: core.reward_stats())
