@@ -20,7 +20,7 @@ ifneq ($(and $(filter vllm,$(ENGINE)),$(filter-out $(VLLM_PLATFORM),$(PLATFORM))
 $(error vLLM has no build for $(PLATFORM); leave ENGINE=vllm out here)
 endif
 
-.PHONY: demo demo-table test check bench bench-rewards bench-reliability faults soak mutations sim clean
+.PHONY: demo demo-table test check long bench bench-rewards bench-reliability faults soak mutations sim clean
 
 demo: $(VENV)/.demo $(if $(filter vllm,$(ENGINE)),$(VENV)/.vllm)  ## a pretrained model learns from a judge, a scorer and a rule at once; ENGINE=vllm: on vLLM
 	$(BIN)/python -m examples.max_of_three.demo --reward $(REWARD) --engine $(ENGINE)
@@ -29,8 +29,7 @@ demo-table: $(VENV)/.demo  ## the four runs of the README's table, one after ano
 	for reward in all rule judge scorer; do $(BIN)/python -m examples.max_of_three.demo --reward $$reward --evaluate || exit 1; done
 
 test: $(VENV)/.dev $(VLLM)  ## every test; those of vLLM skip where it has no build, or with VLLM=
-	@bad=0; $(BIN)/python -m pytest -m "not faults and not ray" -n $(WORKERS) --dist loadfile || bad=1; \
-	$(BIN)/python -m pytest -m "ray and not faults" || bad=1; exit $$bad
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 check: $(VENV)/.dev  ## lint, types, import contracts, length budgets
 	$(BIN)/ruff check .
@@ -41,6 +40,9 @@ check: $(VENV)/.dev  ## lint, types, import contracts, length budgets
 
 bench: $(VENV)/.dev  ## the engine against model.generate
 	$(BIN)/python benchmarks/engine.py
+
+long: $(VENV)/.dev $(VLLM)  ## tests that take minutes each: further deaths on Ray and on vLLM, runs that learn
+	$(BIN)/python -m pytest -m "long and not faults"
 
 faults: $(VENV)/.dev  ## a kill at every named point of a run, on Ray and in one process
 	$(BIN)/python -m pytest tests/faults tests/e2e/test_supervision.py -m faults

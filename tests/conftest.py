@@ -20,8 +20,10 @@ for _key, _value in {
 from collections.abc import Callable  # noqa: E402
 from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
 
 import pytest  # noqa: E402
+from xdist.scheduler import LoadScopeScheduling  # noqa: E402
 
 from offbeat.cli import main  # noqa: E402
 from offbeat.testing import tiny  # noqa: E402
@@ -59,10 +61,27 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are picked by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start Ray clusters run alone, one after another: two would share two cores."""
+    """The longest first, so that all workers end at about the same time."""
     for item in items:
         if item.path.stem in ON_RAY:
             item.add_marker(pytest.mark.ray)
+    items.sort(key=lambda item: (item.path.stem not in ON_RAY, item.path.parent.name != "e2e"))
+
+
+class OneCluster(LoadScopeScheduling):
+    """A file's tests run in one worker, and all that start Ray clusters in the same one: two
+    clusters would share two cores."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "ray" if Path(file).stem in ON_RAY else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getoption("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False
+    return OneCluster(config, log)
 
 
 ProjectMaker = Callable[..., Path]

@@ -172,6 +172,7 @@ def test_a_failure_while_the_roles_start_is_in_the_summary(
     assert (summary["status"], summary["error"]) == ("failed", "no trainer today")
 
 
+@pytest.mark.long
 def test_ctrl_c_on_ray_drains_to_a_checkpoint_and_goes_on(project: Project, tmp_path: Path) -> None:
     """A terminal sends it to the driver's whole group: Ray's own processes must not die of it."""
     path = project(

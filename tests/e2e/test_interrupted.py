@@ -57,8 +57,8 @@ MAX_TOKENS = 160
 SNAPSHOT = 16
 CASES = [
     ("transformers", signal.SIGKILL),
-    ("transformers", signal.SIGSTOP),
-    pytest.param("vllm", signal.SIGKILL, marks=pytest.mark.vllm),
+    pytest.param("transformers", signal.SIGSTOP, marks=pytest.mark.long),
+    pytest.param("vllm", signal.SIGKILL, marks=[pytest.mark.vllm, pytest.mark.long]),
 ]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # two cores may be shared with others
 

@@ -21,6 +21,14 @@ from offbeat.track.metrics import read_metrics
 
 Project = Callable[..., Path]
 SLOTS = 8
+HOLDER = """
+import sys, time, ray
+ray.init(address=sys.argv[1], log_to_driver=False)
+group = ray.util.placement_group([{"offbeat_slot": 1}] * int(sys.argv[2]))
+assert group.wait(60)
+print("held", flush=True)
+time.sleep(600)
+"""
 pytestmark = pytest.mark.timeout(600)  # two cores may be shared with others
 
 
@@ -67,7 +75,7 @@ def test_two_runs_on_one_cluster_interleave_and_both_finish(cluster: str, projec
     sources = ("rule", "judge", "scorer")
     with JudgeServer("8") as server:
         more: dict[str, object] = {
-            "cluster__backend": "ray", "train__steps": 40, "data__epochs": 8,
+            "cluster__backend": "ray", "train__steps": 20, "data__epochs": 8,
             "reward__server__kind": "genrm", "reward__server__base_url": server.base_url,
             "reward__server__cache": False,
         }  # fmt: skip
@@ -79,12 +87,12 @@ def test_two_runs_on_one_cluster_interleave_and_both_finish(cluster: str, projec
         finally:
             for process in both:
                 process.kill()
-        assert len(server.calls) >= 2 * 80 * 2
+        assert len(server.calls) >= 2 * 40 * 2
     times = {}
     for path in paths:
         summary = json.loads((path.parent / "runs" / path.stem / "summary.json").read_text())
         assert summary["status"] == "finished"
-        assert summary["groups"]["trained"] == 80
+        assert summary["groups"]["trained"] == 40
         assert summary["rewards"]["scorer"]["failed"] == {}
         assert summary["rewards"]["server"]["failed"] == {}
         assert summary["rewards"]["server"]["mean_last"] == pytest.approx(7 / 9)
@@ -106,22 +114,19 @@ def test_missing_slots_are_named_with_the_command_that_adds_them(
 
 
 def test_pools_that_others_hold_fail_at_their_deadline(cluster: str, project: Project) -> None:
-    full = {"cluster__backend": "ray", "rollout__replicas": SLOTS - 1, "data__epochs": 200,
-            "train__steps": 5000, "train__checkpoint_every": 10_000}  # fmt: skip
-    busy = project(name="busy", **full)
-    holder = start(busy, cluster)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, cluster, str(SLOTS - 1)], stdout=subprocess.PIPE, text=True
+    )
     try:
-        deadline = time.time() + 300
-        while not (busy.parent / "runs" / "busy" / "metrics.jsonl").exists():
-            assert time.time() < deadline
-            time.sleep(0.2)
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
         late = project(name="late", cluster__backend="ray", cluster__placement_deadline_seconds=2)
         _, err = finish(start(late, cluster), code=2)
         assert "placement_deadline_seconds" in err
         assert "pool" in err
     finally:
-        holder.send_signal(signal.SIGINT)
-        holder.communicate(timeout=120)
+        holder.kill()
+        holder.wait(30)
 
 
 def wait_for(

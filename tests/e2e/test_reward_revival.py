@@ -98,6 +98,7 @@ def nothing_lost(summary: dict[str, Any]) -> None:
     assert summary["rewards"]["scorer"]["failed"] == {}
 
 
+@pytest.mark.long
 def test_one_of_two_judges_and_one_of_two_scorers_are_killed(project: Project) -> None:
     path = project(
         ("rule", "judge", "scorer"), cluster__slots=6, rollout__max_tokens=24,

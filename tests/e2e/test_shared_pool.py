@@ -32,6 +32,7 @@ HALVES: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 def test_one_of_two_that_share_a_slot_is_killed_and_comes_back(project: Project) -> None:
     """Three slots for rollout, trainer and both reward models: with slots of their own, or with
     a replacement that waits for another slot, there would be no such run."""

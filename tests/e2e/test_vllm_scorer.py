@@ -312,6 +312,7 @@ def ended(pids: Sequence[int]) -> bool:
     return not any(map(runs, pids))
 
 
+@pytest.mark.long
 def test_another_decoder_gives_transformers_expected_values(qwen: Case) -> None:
     found = agree(qwen, [item(text) for text in TEXTS])
     assert all(-1 < value < 2 for value in found)
@@ -326,7 +327,9 @@ def test_an_encoder_gives_transformers_logits_of_a_label(encoder: Case) -> None:
     assert float(raw[2]) == pytest.approx(one.value, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["token_decoder", "token_encoder"])
+@pytest.mark.parametrize(
+    "kind", ["token_decoder", pytest.param("token_encoder", marks=pytest.mark.long)]
+)
 def test_a_model_of_tokens_is_read_at_the_last_one(
     kind: str, request: pytest.FixtureRequest
 ) -> None:

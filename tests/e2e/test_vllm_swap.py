@@ -164,6 +164,7 @@ def test_a_repeated_prompt_is_computed_anew(pair: list[Held], model: Path, tmp_p
         check_completion(new, prompt, completion, 0.0)
 
 
+@pytest.mark.long
 def test_keep_kv_keeps_running_samples_blocks_and_no_others(tmp_path: Path) -> None:
     """Tied weights. Samples that began before the update go on with their old keys and values;
     those that still waited, and later ones of the same prompt, are computed by the new weights."""
