@@ -20,7 +20,7 @@ from pathlib import Path
 
 from offbeat.cli_resume import NAME, changed_config, config_of, find_run, resume
 from offbeat.config import Config
-from offbeat.errors import UserError
+from offbeat.errors import OffbeatError, UserError
 from offbeat.rates import META_KEY, ended, pack_rates, unpack_rates
 from offbeat.store import Store, StoreError, read_counts, read_meta
 from offbeat.train.checkpoint import LEDGER_COPY, all_checkpoints, read, version_of
@@ -64,7 +64,10 @@ def _checkpoint(directory: Path, step: int) -> Path:
         raise UserError(
             f"{directory} has no checkpoint of step {step}; there are those of: {names}"
         )
-    read(found[0])
+    try:
+        read(found[0])
+    except OffbeatError as damaged:
+        raise UserError(f"{damaged}; fork from another one") from None
     if not (found[0] / LEDGER_COPY).is_file():
         raise UserError(
             f"{found[0]} has no copy of the ledger ({LEDGER_COPY}), as one that was saved when the "
@@ -79,7 +82,10 @@ def _build(directory: Path, before: Config, checkpoint: Path, config: Config) ->
 
     new, ledger = config.run_dir, config.ledger_path
     inside = ledger.is_relative_to(new)
-    folder = Path(tempfile.mkdtemp(prefix=f".{new.name}-fork-", dir=new.parent))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=f".{new.name}-fork-", dir=new.parent))
+    except OSError as denied:
+        raise UserError(f"{new} cannot be made ({denied.strerror})") from None
     place = folder / ledger.relative_to(new) if inside else ledger
     try:
         folder.chmod(0o755)

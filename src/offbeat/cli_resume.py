@@ -18,7 +18,7 @@ from typing import Any
 
 from offbeat.cluster.specs import GoOn
 from offbeat.config import Config
-from offbeat.config_file import check_files, load_config
+from offbeat.config_file import check_files, check_no_passwords, load_config
 from offbeat.config_resume import check_changes
 from offbeat.errors import UserError
 from offbeat.store import read_meta, read_payloads, read_rows
@@ -58,7 +58,7 @@ def plan_resume(run: Path, overrides: Sequence[str] = ()) -> Plan:
             f"train.steps = {after.train.steps}, but {done} steps have their batches already; set "
             f"it to at least {done}, or leave it out"
         )
-    longer = after.train.steps != before.train.steps
+    longer = after.train.steps != before.train.steps or version < (after.train.steps or 0)
     finished = version if not longer and _is_finished(directory, version) else None
     return Plan(after, GoOn(version, checkpoint), tuple(changes), finished)
 
@@ -71,16 +71,20 @@ def resume(run: Path, overrides: Sequence[str], say: Say, note: Say) -> int:
     directory = find_run(run)
     if not (directory / "config.json").is_file():
         raise UserError(_no_config(directory))
-    os.close(launch.claim(directory))
-    plan = plan_resume(run, overrides)
-    if plan.finished is not None:
-        say(f"{directory} is finished: all {plan.finished} steps are done, nothing is left to do")
-        return 0
-    preflight(plan.config, lambda line: None, note, new=False)
-    for change in plan.changes:
-        say(f"changed: {change}")
-    say(_where(directory, plan.go_on))
-    return launch.resume(plan.config, plan.go_on, sys.stdout)
+    lock = launch.claim(directory)  # from here on nobody else changes what the plan is made of
+    try:
+        plan = plan_resume(run, overrides)
+        if plan.finished is not None:
+            steps = plan.finished
+            say(f"{directory} is finished: all {steps} steps are done, nothing is left to do")
+            return 0
+        preflight(plan.config, lambda line: None, note, new=False)
+        for change in plan.changes:
+            say(f"changed: {change}")
+        say(_where(directory, plan.go_on))
+        return launch.resume(plan.config, plan.go_on, sys.stdout, claimed=True)
+    finally:
+        os.close(lock)
 
 
 def find_run(run: Path) -> Path:
@@ -107,6 +111,7 @@ def changed_config(
     saved = directory / "config.json"
     before = config_of(directory)
     after = load_config(saved, _placed(overrides, into), files=False, base=before.base_dir)
+    check_no_passwords(after)
     placed = before.model_copy(update={"run": into.name, "runs_dir": into.parent})
     changes = check_changes(placed, after)
     check_files(after, saved)

@@ -116,7 +116,7 @@ def check_files(
 
 def check_no_passwords(config: Config) -> None:
     """Refuses addresses that hold a password: a run's directory keeps its configuration."""
-    for name, source in config.active_rewards.items():
+    for name, source in config.reward.items():
         if any("@" in url.partition("://")[2].partition("/")[0] for url in source.base_urls):
             raise UserError(
                 f"reward.{name}.base_url holds a user or a password, which the run's config.json "

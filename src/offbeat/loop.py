@@ -63,8 +63,8 @@ class AsyncLoop:
     """One run: trains `total_steps` steps on what the rollouter hands out.
 
     `version`: the trainer's at the start. With `resumed` the engines hold nothing that may be used,
-    until the recorded batches after that version are trained again. `newest` finds the newest whole
-    checkpoint in a folder.
+    until the recorded batches after that version are trained again; `saved`: there is a checkpoint
+    of it. `newest` finds the newest whole checkpoint in a folder.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class AsyncLoop:
         *,
         version: int = 0,
         resumed: bool = False,
+        saved: bool = False,
         newest: Callable[[Path], Awaitable[Path | None]] = newest_on_disk,
     ) -> None:
         self.config = config
@@ -93,8 +94,11 @@ class AsyncLoop:
         self._restarts = 0
         self._turn = asyncio.Lock()  # the trainer does one thing at a time
         self._validated = -1  # version of the newest validation that has begun
+        self._told = -1  # and of the newest one that has been recorded
+        self._held = False  # a validation that nobody waits for may hold the engines' version
         self._validation: asyncio.Task[None] | None = None
-        self._saved = version if resumed else -1  # version of the newest checkpoint
+        self._stepping = False  # whether the trainer may be a step further than it has told
+        self._saved = version if saved else -1  # version of the newest checkpoint
         self._ask = Asking(config.train.deadline_seconds)
         self._trainer, self._rollouter = self._ask.trainer, self._ask.rollouter
 
@@ -164,7 +168,9 @@ class AsyncLoop:
             return False
         waited = self.recorder.clock() - waiting
         async with self._turn:
+            self._stepping = True
             result = await self._trainer(f"step {step}", self.trainer.step(batch))
+            self._stepping = False
         flags: dict[int, Flag] = {group.prompt.ordinal: "signal" for group in batch.groups}
         flags.update({ordinal: "no_signal" for ordinal in result.no_signal})
         self.trained_steps, self._booked = step + 1, (step, flags)
@@ -199,10 +205,11 @@ class AsyncLoop:
             self._published = manifest.version.step
             turns = waves(self.config.rollout.replicas, self.config.weights.loads_at_once)
             seconds = turns * self.config.weights.deadline_seconds + GRACE_SECONDS
-            if self._validation is not None:  # it may hold the version that it validates
+            if self._held or self._validation is not None:  # it may hold what it validates
                 seconds += self.config.validation.deadline_seconds
             what = f"engines, with version {manifest.version},"
             await self._rollouter(what, self.rollouter.published(manifest), seconds)
+            self._held = False
             if self._on != "train":
                 await self._validate_if_due(tasks, self._published)
 
@@ -249,9 +256,10 @@ class AsyncLoop:
             again = self.trainer.restart(lineage, checkpoint)
             self.trained_steps = (await self._trainer("restart", again, seconds)).step
             await self._rollouter("books", self.rollouter.redo(self.trained_steps))
-            self._booked = None
+            self._booked, self._stepping = None, False
         self._redo_until = await self._rollouter("books", self.rollouter.next_step())
-        self._published, self._validation = -1, None
+        self._held = self._validation is not None
+        self._published, self._validation, self._validated = -1, None, self._told
         self._turn = asyncio.Lock()
         dead.clear()
 
@@ -261,7 +269,7 @@ class AsyncLoop:
         while True:
             await asyncio.sleep(limit / 4)
             await self._rollouter("heartbeat", self.rollouter.ping(), limit)
-            await self._trainer("heartbeat", self.trainer.ping(), limit)
+            await self._ask.ping(self.trainer.ping(), limit)
 
     # -- validation ------------------------------------------------------------------------------
 
@@ -270,6 +278,7 @@ class AsyncLoop:
         end of the run."""
         every = self.config.validation.every
         due = every > 0 and version // every > self._validated // every
+        due |= self._validated < 0 and not self._resumed  # the first one was lost with its role
         under_way = self._validation is not None and not self._validation.done()
         if due and not under_way and version < self.total_steps:
             await self._begin_validation(tasks)
@@ -308,13 +317,14 @@ class AsyncLoop:
         seconds = self.config.validation.deadline_seconds + GRACE_SECONDS
         call = self.rollouter.assess(answers)
         metrics = await self._rollouter("scores of a validation", call, seconds)
+        self._told = version.step
         self.recorder.validation(version.step, metrics, self._on)
 
     async def _through_engines(self) -> None:
         seconds = self.config.validation.deadline_seconds + GRACE_SECONDS
         call = self.rollouter.validate()
         version, metrics = await self._rollouter("validation", call, seconds)
-        self._validated = max(self._validated, version)
+        self._validated, self._told = max(self._validated, version), version
         self.recorder.validation(version, metrics, self._on)
 
     # -- helpers ---------------------------------------------------------------------------------
@@ -323,6 +333,8 @@ class AsyncLoop:
         step = self.trained_steps
         if final and step > 0 and step == self._saved:
             return
+        if final and self._stepping:
+            return  # the answer to its newest step was lost; resume redoes what is recorded
         path = self.config.run_dir / "checkpoints" / checkpoint_name(step)
         copy = self.config.run_dir / f".ledger-{step}.sqlite"
         copy.unlink(missing_ok=True)  # of a driver that was killed here
@@ -340,7 +352,8 @@ class AsyncLoop:
 
     async def _save_what_is_done(self) -> None:
         """A checkpoint of a run that fails elsewhere than in the trainer: no step is lost."""
-        if not self._ask.trainer_is_well or self.trained_steps == self._saved:
+        well = self._ask.trainer_is_well and not self._stepping
+        if not well or self.trained_steps == self._saved:
             return
         try:
             path = self.config.run_dir / "checkpoints" / checkpoint_name(self.trained_steps)

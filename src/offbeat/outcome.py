@@ -27,9 +27,10 @@ def checked(counts: Counts, steps: int, on_no_signal: str, wanted: int | None = 
             f"{lost} of {counts['admitted']} groups were discarded ({why}); {steps} steps are done"
         )
     if wanted is not None and steps < wanted:
+        why = ", ".join(f"{reason} {n}" for reason, n in counts["discarded"].items())
         raise RunFailed(
-            f"the data ended after {steps} of {wanted} steps, as {lost} groups were discarded; "
-            "with more data.epochs others take their places"
+            f"the data ended after {steps} of {wanted} steps, as groups were discarded ({why}); in "
+            "a run with more data.epochs others take their places"
         )
     if counts["no_signal"] == counts["trained"]:
         raise RunFailed(

@@ -92,6 +92,14 @@ class Asking:
         self.trainer_is_well = True
         return found
 
+    async def ping(self, trainer: Awaitable[None], seconds: float) -> None:
+        """Asks the trainer for a heartbeat, which it gives beside its work: that says nothing of
+        how the work goes."""
+        try:
+            await within(seconds, "the trainer's heartbeat", trainer)
+        except DeadlinePassed as late:
+            raise RoleDied("trainer", f"the trainer hangs: {late}") from late
+
     async def rollouter(self, what: str, call: Awaitable[T], seconds: float | None = None) -> T:
         """What the rollouter answers."""
         try:

@@ -172,6 +172,15 @@ def test_a_failure_while_the_roles_start_is_in_the_summary(
     assert (summary["status"], summary["error"]) == ("failed", "no trainer today")
 
 
+def test_roles_that_do_not_start_in_time_are_told(project: Project, tmp_path: Path) -> None:
+    path = project(train__steps=2, cluster__start_deadline_seconds=4)
+    slow = Fault("trainer.setup", "delay", seconds=8.0)
+    first = Started(["train", path], tmp_path, slow)
+    assert first.ends() == 1, first.text
+    assert "cluster.start_deadline_seconds = 4" in first.text
+    assert "Traceback" not in first.text
+
+
 @pytest.mark.long
 def test_ctrl_c_on_ray_drains_to_a_checkpoint_and_goes_on(project: Project, tmp_path: Path) -> None:
     """A terminal sends it to the driver's whole group: Ray's own processes must not die of it."""

@@ -20,6 +20,7 @@ from offbeat.ledger import LEFT_OVER
 from offbeat.store import read_counts, read_meta
 from offbeat.testing.faults import Fault
 from offbeat.track.metrics import read_metrics
+from offbeat.train.checkpoint import all_checkpoints
 
 Project = Callable[..., Path]
 HOLD = Fault("trainer.before_step", "hang", nth=4)  # a run that stands still in its fourth step
@@ -287,6 +288,59 @@ def test_a_run_that_had_not_begun_begins(project: Project, tmp_path: Path) -> No
     assert plan_resume(run_dir).go_on is None
     assert main(["resume", str(run_dir)]) == 0
     check_books(run_dir, 2, 2)
+
+
+def test_a_run_made_longer_that_is_killed_is_not_finished(project: Project, tmp_path: Path) -> None:
+    path = project(train__steps=4, train__checkpoint_every=2)
+    run_dir = run_dir_of(path)
+    assert main(["train", str(path)]) == 0
+    assert plan_resume(run_dir).finished == 4
+    longer = ["resume", run_dir, "--train.steps", "8"]
+    second = Started(longer, tmp_path, Fault("trainer.before_step", "kill", nth=3))
+    assert second.ends() == -9, second.text
+    assert not (run_dir / "summary.json").exists(), "the one of the first start is over"
+    assert plan_resume(run_dir).finished is None
+    assert main(["resume", str(run_dir)]) == 0
+    assert plan_resume(run_dir).finished == 8
+    check_books(run_dir, 8, 2)
+
+
+def test_what_cannot_be_written_is_told_in_a_sentence(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = project(train__steps=2)
+    run_dir = run_dir_of(path)
+    (path.parent / "file").write_text("no folder")
+    assert main(["train", str(path), "--ledger_dir", str(path.parent / "file" / "x")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("offbeat: ledger_dir: "), said
+    assert not run_dir.exists()
+    assert main(["train", str(path)]) == 0
+    (run_dir / "driver.lock").unlink()
+    (run_dir / "driver.lock").mkdir()
+    capsys.readouterr()
+    assert main(["resume", str(run_dir), "--train.steps", "3"]) == 2
+    assert f"{run_dir} cannot be written to" in capsys.readouterr().err
+
+
+def test_a_run_that_the_user_must_mend_keeps_what_it_has_without_a_summary(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full: neither the next version nor the summary can be written."""
+    path = project(train__steps=4)
+    run_dir = run_dir_of(path)
+
+    async def fails(*_: object) -> None:
+        raise UserError("weights.folder: no room on the disk")
+
+    monkeypatch.setattr("offbeat.cluster.local.LocalTrainer.publish", fails)
+    monkeypatch.setattr("offbeat.track.recorder.write_summary", lambda *_: 1 / 0)
+    assert main(["train", str(path)]) == 2
+    assert not (run_dir / "summary.json").exists()
+    assert all_checkpoints(run_dir / "checkpoints")
+    monkeypatch.undo()
+    assert main(["resume", str(run_dir)]) == 0
+    check_books(run_dir, 4, 2)
 
 
 def test_checkpoints_that_are_all_damaged_are_told(project: Project) -> None:

@@ -111,4 +111,16 @@ def test_a_password_in_an_address_is_refused_before_it_is_written(
         assert "reward.judge.api_key_env" in said.err
         assert "hunter2" not in said.out + said.err
     assert not load_config(path, []).run_dir.exists()
+    assert main(["train", str(path), "--use_rewards", '["rule"]']) == 2, "config.json has them all"
+    assert "hunter2" not in capsys.readouterr().err
+    well = ["--reward.judge.base_url", "http://127.0.0.1:9/v1", "--use_rewards", '["rule"]']
+    assert main(["train", str(path), *well]) == 0
+    run_dir = load_config(path, []).run_dir
+    with_password = ["--reward.judge.base_url", "http://me:hunter2@127.0.0.1:9/v1"]
+    for words in (["fork", str(run_dir), "--step", "2", "other"], ["resume", str(run_dir)]):
+        assert main([*words, *with_password]) == 2
+        said = capsys.readouterr()
+        assert "reward.judge.api_key_env" in said.err
+        assert "hunter2" not in said.out + said.err
+    assert holding(tmp_path, "hunter2") == [path], "in the file that the user wrote alone"
     assert "OFFBEAT_TEST_KEY" in os.environ

@@ -60,7 +60,7 @@ class Fakes:
 
     async def trained(self, step: int, flags: Mapping[int, Flag]) -> Counts:
         await self._call("trained")
-        self.booked += 1
+        self.booked = max(self.booked, step + 1)  # again: nothing happens
         return await self.counts()
 
     async def published(self, manifest: Manifest) -> int:
@@ -158,6 +158,7 @@ def run(
 ) -> tuple[Fakes, Outcome | Exception, dict[str, Any]]:
     """Six steps; what came of it, and the summary."""
     restarts, loops = train.pop("max_restarts", 0), train.pop("loops", [])
+    how = {key: train.pop(key) for key in ("resumed", "saved") if key in train}
     limit = {"deadline_seconds": train.pop("validation", 30.0)} | train.pop("validate", {})
     config = config_of(tmp_path, checkpoint_every=4, **train)
     config = config.model_copy(
@@ -176,7 +177,7 @@ def run(
     async def main() -> Outcome | Exception:
         async with asyncio.timeout(20):
             try:
-                loops.append(AsyncLoop(config, fakes, fakes, recorder, 6))
+                loops.append(AsyncLoop(config, fakes, fakes, recorder, 6, **how))
                 return await loops[0].run()
             except (RunFailed, UserError) as error:
                 return error
@@ -355,3 +356,56 @@ def test_a_loop_that_is_to_stop_ends_its_step_saves_and_says_so(tmp_path: Path, 
     assert outcome.stopped
     assert outcome.steps == fakes.calls.count("step") < 6
     assert fakes.saved[-1] == f"step-{outcome.steps:06d}"
+
+
+def test_a_step_whose_answer_was_lost_is_not_saved_as_the_one_before(tmp_path: Path) -> None:
+    """The trainer may be a step further than it has told: a signal comes, then the rollouter dies,
+    while it steps; no step follows that would tell."""
+    loops: list[AsyncLoop] = []
+    died: list[str] = []
+
+    async def hook(name: str, before: int) -> None:
+        if (name, before) == ("step", 2):
+            loops[0].stopping.set()
+            await asyncio.sleep(60)
+        if name == "published" and before >= 1 and not died:
+            while not loops[0].stopping.is_set():
+                await asyncio.sleep(0.01)
+            died.append(name)
+            raise RoleDied("rollouter", "the rollouter's process has ended")
+
+    fakes, outcome, _ = run(tmp_path, hook, loops=loops, max_restarts=1)
+    assert died
+    assert isinstance(outcome, Outcome)
+    assert (outcome.stopped, outcome.steps) == (True, 2)
+    assert fakes.saved == ["step-000000"], "the newest step is recorded, and redone by resume"
+
+
+def test_a_heartbeat_says_nothing_of_how_the_work_goes() -> None:
+    async def main() -> bool:
+        asking = roles.Asking(60)
+        work = asyncio.create_task(asking.trainer("step", asyncio.sleep(60)))
+        await asyncio.sleep(0)
+        await asking.ping(asyncio.sleep(0), 1)
+        work.cancel()
+        return asking.trainer_is_well
+
+    assert not asyncio.run(main())
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_validation_whose_rollouter_dies_is_made_up_for(tmp_path: Path, before: int) -> None:
+    hook = failing("validate", before, RoleDied("rollouter", "the rollouter's process has ended"))
+    _, outcome, summary = run(tmp_path, hook, max_restarts=1)
+    assert isinstance(outcome, Outcome)
+    steps = [entry["step"] for entry in summary["validation"]]
+    assert len(steps) == 2
+    assert steps[0] == 0 if before else steps[0] < 6, "at the next version that is published"
+    assert steps[1] == 6
+
+
+def test_a_run_that_goes_on_without_a_checkpoint_saves_what_it_began_with(tmp_path: Path) -> None:
+    fakes, _, _ = run(tmp_path, well, resumed=True)
+    assert fakes.saved == ["step-000000", "step-000004", "step-000006"]
+    fakes, _, _ = run(tmp_path / "saved", well, resumed=True, saved=True)
+    assert fakes.saved == ["step-000004", "step-000006"]

@@ -149,20 +149,24 @@ def drive(
     total: int,
     rewards: FakeRewards | None = None,
     replace: Callable[[int], Awaitable[Engine]] | None = None,
+    version: int | None = None,
 ) -> Any:
-    """Runs a rollouter around `body` and closes its store."""
+    """Runs a rollouter around `body` and closes its store; with the checkpoint of a `version` it
+    goes on from what the store has."""
 
     async def none(index: int) -> Engine:
         raise AssertionError("no engine is to be replaced")
 
     async def main() -> Any:
         store = Store(tmp_path / "ledger.sqlite")
+        books = Books(store, config.train, FakePrompts(total).prompt)
         rollouter = Rollouter(
             config,
             prompts=FakePrompts(total),
             engines=engines,
             rewards=rewards or FakeRewards(),  # type: ignore[arg-type]
-            books=Books(store, config.train, FakePrompts(total).prompt),
+            books=books,
+            restored=None if version is None else books.restore(version),
             version=ZERO,
             total_steps=-(-total // config.train.groups_per_step),
             replace=replace or none,
@@ -481,3 +485,40 @@ def test_time_in_which_a_source_is_down_is_not_the_batchs(tmp_path: Path) -> Non
     config = config.model_copy(update={"reward": {"r": source}})
     engines = [FakeEngine(behave)]
     assert drive(tmp_path, config, engines, body, total=16, rewards=Down()) == 4
+
+
+def test_a_restored_rollouter_waits_for_an_engine_that_holds_what_was_published(
+    tmp_path: Path,
+) -> None:
+    """The only engine misses its first load: groups that begin again wait for its successor, whose
+    floor their deadlines need, and none is lost as too late."""
+    config = config_of(tmp_path)
+
+    async def first(rollouter: Rollouter) -> None:
+        for step in range(5):
+            batch = await rollouter.batch(step)
+            await rollouter.trained(step, {g.prompt.ordinal: "signal" for g in batch.groups})
+            await rollouter.published(manifest(step + 1))
+
+    async def until_24(ordinal: int, attempt: int) -> None:
+        await asyncio.sleep(0 if ordinal < 20 else 60)
+
+    drive(tmp_path, config, [FakeEngine(until_24)], first, total=28)
+    hung, fresh = FakeEngine(prompt_answer), FakeEngine(prompt_answer)
+    hung.load_seconds = 60
+
+    async def replace(index: int) -> Engine:
+        await asyncio.sleep(0.2)
+        return fresh
+
+    async def rest(rollouter: Rollouter) -> Any:
+        await rollouter.published(manifest(5))
+        assert not rollouter.lives.open.is_set(), "nobody has it yet"
+        for step in (5, 6):
+            batch = await rollouter.batch(step)
+            assert len(batch.groups) == 4
+            await rollouter.trained(step, {g.prompt.ordinal: "signal" for g in batch.groups})
+        return await rollouter.counts()
+
+    counts = drive(tmp_path, config, [hung], rest, total=28, replace=replace, version=5)
+    assert (counts["trained"], counts["discarded"]) == (28, {})

@@ -394,12 +394,17 @@ def test_checkpoints_are_whole_or_absent_and_pruned(tmp_path, start):
     assert names == ["step-000000", "step-000003", "step-000004"]
     with pytest.raises(FileNotFoundError):
         trainer.save(folder / "step-000005", {}, {"gone": tmp_path / "gone"})
-    trainer.save(folder / "step-000004", {"again": True})  # replaces
-    assert checkpoint.read(folder / "step-000004").extra == {"again": True}
+    with pytest.raises(RunFailed, match="the trainer is at step 5"):
+        trainer.save(folder / "step-000004", {})
+    for again in (False, True):  # replaces
+        trainer.save(folder / "step-000005", {"again": again})
+        assert checkpoint.read(folder / "step-000005").extra == {"again": again}
     assert len(list(folder.iterdir())) == 3
-    newest = folder / "step-000004" / "model.safetensors"
+    shutil.copytree(folder / "step-000005", folder / "step-000006")
+    assert checkpoint.newest_valid(folder) == folder / "step-000005", "6 holds another step"
+    newest = folder / "step-000005" / "model.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
-    assert checkpoint.newest_valid(folder) == folder / "step-000003"
+    assert checkpoint.newest_valid(folder) == folder / "step-000004"
     shutil.rmtree(folder)
     assert checkpoint.newest_valid(folder) is None
 

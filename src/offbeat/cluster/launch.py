@@ -50,18 +50,26 @@ def train(config: Config, stream: TextIO | None = sys.stdout) -> int:
     return _launch(config, stream, None)
 
 
-def resume(config: Config, go_on: GoOn | None, stream: TextIO | None = sys.stdout) -> int:
-    """Goes on with a run whose directory is there, as `train` does; None: it had not begun."""
+def resume(
+    config: Config,
+    go_on: GoOn | None,
+    stream: TextIO | None = sys.stdout,
+    *,
+    claimed: bool = False,
+) -> int:
+    """Goes on with a run whose directory is there, as `train` does; None: it had not begun.
+    `claimed`: the caller holds its lock (`claim`)."""
     if go_on is not None:
         go_on = replace(go_on, rates=_rates(config))
-    return _launch(config, stream, Resume(go_on))
+    return _launch(config, stream, Resume(go_on, claimed))
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """The run's directory is there already."""
+    """The run's directory is there already; `claimed`: and ours."""
 
     go_on: GoOn | None
+    claimed: bool = False
 
 
 def _launch(config: Config, stream: TextIO | None, resumed: Resume | None) -> int:
@@ -102,13 +110,14 @@ async def _run(
         go_on=go_on,
     )
     async with (
-        _claimed(config, started, say, new=resumed is None),
+        _claimed(config, started, say, resumed) as claimed,
         _roles(config, run, say, signals) as roles,
     ):
         await apoint("driver.started")
         version = 0 if go_on is None else go_on.version
         if resumed is not None:  # whatever was refused until now has changed nothing
             record_config(config, started)
+            (config.run_dir / FILE_NAME).unlink(missing_ok=True)  # what it says is over
         recorder = await _recorder(config, stream, started, roles.total_steps, resumed)
         recorder.begin(version, run.lineage)
         recorder.say(f"{roles.total_steps} steps; everything is in {config.run_dir}")
@@ -120,7 +129,9 @@ async def _run(
             roles.total_steps,
             version=version,
             resumed=go_on is not None,
+            saved=go_on is not None and go_on.checkpoint is not None,
         )
+        claimed.begun = True
         outcome = await _looped(loop, recorder, signals)
     if outcome.stopped:
         say(_go_on_with(config))
@@ -196,39 +207,30 @@ def _rates(config: Config) -> tuple[Rate, ...]:
     return ended(known, max(recorded, default=-1) + 1)
 
 
+@dataclass(slots=True)
+class Claimed:
+    """A run directory that is ours; `begun`: there is something in it to go on from."""
+
+    begun: bool = False
+
+
 @asynccontextmanager
 async def _claimed(
-    config: Config, started: float, say: Callable[[str], None], *, new: bool
-) -> AsyncIterator[None]:
+    config: Config, started: float, say: Callable[[str], None], resumed: Resume | None
+) -> AsyncIterator[Claimed]:
     """The run directory is ours. A new one goes again if the input is found bad before the loop.
 
     Whatever else ends the run before its loop is written into a summary.json.
     """
     check_local(config.ledger_path)
-    directory = config.run_dir
-    try:
-        directory.mkdir(parents=True, exist_ok=not new)
-    except FileExistsError:
-        raise UserError(
-            f"run: {directory} exists already; choose another name with --run NAME, or go on with "
-            f"it: offbeat resume {directory}"
-        ) from None
-    except OSError as denied:
-        raise UserError(
-            f"runs_dir: {directory} cannot be made ({denied.strerror}); set it to a folder that "
-            "can be written to"
-        ) from None
-    lock = claim(directory)
-    if new:
-        record_config(config, started)
-    logs = log_folder(config)
-    logs.mkdir(exist_ok=True)
-    config.ledger_path.parent.mkdir(parents=True, exist_ok=True)
+    directory, new = config.run_dir, resumed is None
+    lock, logs = _own(config, started, resumed)
+    claimed = Claimed()
     handler = log_to(logs, "driver")
     try:
-        yield
+        yield claimed
     except UserError:
-        if new and not (directory / FILE_NAME).exists():
+        if new and not claimed.begun:
             shutil.rmtree(directory)
         else:
             say(_go_on_with(config))
@@ -242,10 +244,54 @@ async def _claimed(
             write_summary(directory, summary)
         raise
     finally:
-        os.close(lock)
+        _free(lock)
         if handler is not None:
             logging.getLogger().removeHandler(handler)
             handler.close()
+
+
+def _own(config: Config, started: float, resumed: Resume | None) -> tuple[int | None, Path]:
+    """Makes what a run's directory has from the start on; returns its lock (None: somebody else
+    here has it) and its logs."""
+    directory, new = config.run_dir, resumed is None
+    try:
+        directory.mkdir(parents=True, exist_ok=not new)
+    except FileExistsError:
+        raise UserError(
+            f"run: {directory} exists already; choose another name with --run NAME, or go on with "
+            f"it: offbeat resume {directory}"
+        ) from None
+    except OSError as denied:
+        raise UserError(
+            f"runs_dir: {directory} cannot be made ({denied.strerror}); set it to a folder that "
+            "can be written to"
+        ) from None
+    logs, ledger = log_folder(config), config.ledger_path.parent
+    lock: int | None = None
+    try:
+        if resumed is None or not resumed.claimed:
+            lock = claim(directory)
+        if new:
+            record_config(config, started)
+        logs.mkdir(exist_ok=True)
+        ledger.mkdir(parents=True, exist_ok=True)
+    except BaseException as failure:
+        _free(lock)
+        if new:
+            shutil.rmtree(directory)
+        if isinstance(failure, OSError):
+            setting = "runs_dir" if ledger == directory else "ledger_dir"
+            raise UserError(
+                f"{setting}: {failure.filename} cannot be made ({failure.strerror}); set it to a "
+                "folder that can be written to"
+            ) from None
+        raise
+    return lock, logs
+
+
+def _free(lock: int | None) -> None:
+    if lock is not None:
+        os.close(lock)
 
 
 def record_config(config: Config, started: float, directory: Path | None = None) -> None:
@@ -274,6 +320,11 @@ def claim(directory: Path) -> int:
     except StoreError as taken:
         raise UserError(
             f"{directory} is being trained: {taken}; end that process first, or wait for it"
+        ) from None
+    except OSError as denied:
+        raise UserError(
+            f"{directory} cannot be written to ({denied.strerror}), which a run needs; make room, "
+            "or see to whom it belongs"
         ) from None
 
 

@@ -18,6 +18,7 @@ from offbeat.cluster.build import (
     make_scorer,
     make_trainer,
 )
+from offbeat.cluster.leftovers import end_run
 from offbeat.cluster.roles import Roles
 from offbeat.cluster.specs import (
     RunSpec,
@@ -29,6 +30,7 @@ from offbeat.cluster.specs import (
 )
 from offbeat.config import Config
 from offbeat.data import planned_steps
+from offbeat.errors import OffbeatError
 from offbeat.records import Batch, Completion, GenerateRequest, Manifest, PolicyVersion, Span
 from offbeat.reward.source import Scorer
 from offbeat.rollout.engine import Engine
@@ -173,16 +175,18 @@ async def local_roles(config: Config, run: RunSpec) -> AsyncIterator[Roles]:
     side = RolloutSide(config, run)
     running: asyncio.Task[None] | None = None
     trainer: LocalTrainer | None = None
+    await asyncio.to_thread(end_run, config.run_dir.resolve())  # of a start on Ray
     try:
-        total_steps = planned_steps(config, await side.start(await replicas.start()))
-        trainer = LocalTrainer(config, run, total_steps)
-        await trainer.setup()
-        dedicated = side.dedicated(replicas.validators, replicas.replace_validator)
-        core = await side.build(
-            replicas.engines, total_steps, replicas.replace, dedicated, go_on=run.go_on
-        )
-        running = asyncio.create_task(core.run())
-        await core.running.wait()
+        async with _in_time(config.cluster.start_deadline_seconds):
+            total_steps = planned_steps(config, await side.start(await replicas.start()))
+            trainer = LocalTrainer(config, run, total_steps)
+            await trainer.setup()
+            dedicated = side.dedicated(replicas.validators, replicas.replace_validator)
+            core = await side.build(
+                replicas.engines, total_steps, replicas.replace, dedicated, go_on=run.go_on
+            )
+            running = asyncio.create_task(core.run())
+            await core.running.wait()
         yield Roles(core, trainer, total_steps)
     finally:
         if running is not None and side.core is not None:
@@ -194,6 +198,19 @@ async def local_roles(config: Config, run: RunSpec) -> AsyncIterator[Roles]:
             await replicas.stop()
             if trainer is not None:
                 trainer.core.close()
+
+
+@asynccontextmanager
+async def _in_time(seconds: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield
+    except TimeoutError as late:
+        if not limit.expired():
+            raise
+        raise OffbeatError(
+            f"the roles did not start within cluster.start_deadline_seconds = {seconds:g}"
+        ) from late
 
 
 async def _ended(*work: Awaitable[None], seconds: float = STOP_SECONDS) -> None:

@@ -99,6 +99,7 @@ class Books:
         self._committing = asyncio.Lock()
         self._batch: Batch | None = None  # the newest, so that asking twice gives it twice
         self._saved = 0  # version of the newest checkpoint
+        self.discards = 0  # since this object was made: others take their places
 
     # -- after a restart -------------------------------------------------------------------------
 
@@ -218,6 +219,7 @@ class Books:
         if not self.buffer.discard(ordinal, attempt):
             return False
         self.ledger.discarded(ordinal, reason, attempt)
+        self.discards += 1
         self._groups.pop(ordinal, None)
         await apoint("ledger.discarded")
         self.store.put(self.ledger.drain(), release=(ordinal,))

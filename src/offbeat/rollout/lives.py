@@ -55,7 +55,6 @@ class Lives:
     ) -> None:
         self.open = asyncio.Event()
         self.tally = Tally()
-        self.discards = 0
         self._size = config.rollout.group_size
         self._max_attempts = config.rollout.max_attempts
         self._min_scored = config.train.min_scored
@@ -70,8 +69,7 @@ class Lives:
 
     async def again(self, prompt: Prompt, attempt: int) -> None:
         """A group whose tokens are lost: the next attempt, once engines may be asked."""
-        await self.open.wait()
-        new = await self._books.retry(prompt.ordinal, attempt, self._floor())
+        new = await self._retry(prompt.ordinal, attempt)
         if new is not None:
             await self._life(prompt, new, None)
 
@@ -85,7 +83,6 @@ class Lives:
         async with self._changed:
             if not await self._books.discard(ordinal, attempt, reason):
                 return False  # discarded before, as a straggler
-            self.discards += 1
             self._failures_in_a_row += 1
             self._changed.notify_all()
         log.warning("group %d discarded: %s", ordinal, reason)
@@ -113,13 +110,21 @@ class Lives:
                 if failures >= self._max_attempts:
                     await self.discard(prompt.ordinal, attempt, f"generation: {cause}")
                     return None
-                await self.open.wait()
-                new = await self._books.retry(prompt.ordinal, attempt, self._floor())
+                new = await self._retry(prompt.ordinal, attempt)
                 if new is None:
-                    return None  # discarded meanwhile, as a straggler
+                    return None  # discarded meanwhile, as a straggler, or now, as too late
                 attempt, generated = new, None
                 continue
             return await self._finish(prompt, attempt, samples)
+
+    async def _retry(self, ordinal: int, attempt: int) -> int | None:
+        """The next attempt, once engines may be asked; None if the group is over."""
+        await self.open.wait()
+        new = await self._books.retry(ordinal, attempt, self._floor())
+        if new is None:
+            async with self._changed:  # another group may take its place
+                self._changed.notify_all()
+        return new
 
     async def _generate(self, prompt: Prompt, attempt: int, place: Place) -> list[Sample]:
         """Generates on one engine at a time."""

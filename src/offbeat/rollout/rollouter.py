@@ -101,7 +101,7 @@ class Rollouter:
         self._failure: BaseException | None = None
         self._sync: WeightSync[Engine] | None = None
         self._stopping = asyncio.Event()
-        self._finished = False
+        self._finished = self._published = False
         self._one_batch = asyncio.Lock()
 
     # -- the three loops -------------------------------------------------------------------------
@@ -247,9 +247,8 @@ class Rollouter:
         self._raise_failure()
         floor = await self.sync.publish(manifest)
         await apoint("weights.floor")
-        if not self.lives.open.is_set():
-            self.lives.open.set()
-            await self._notify()
+        self._published = True
+        await self._notify()
         return floor
 
     async def validate(self) -> tuple[int, dict[str, float]]:
@@ -324,7 +323,7 @@ class Rollouter:
 
     def _final(self) -> bool:
         """No further prompt will come, short of one that replaces a discard."""
-        kept = self._next_ordinal - self._discarded_before - self.lives.discards
+        kept = self._next_ordinal - self._discarded_before - self.books.discards
         return self._finished or self._next_ordinal >= self.prompts.total or kept >= self._wanted
 
     def _validator_of(self) -> Validator:
@@ -362,6 +361,8 @@ class Rollouter:
                     task.cancel()  # its seats and its judges are free at once
 
     async def _notify(self) -> None:
+        if self._published and any(replica.routable for replica in self.replicas):
+            self.lives.open.set()  # until then the floor is that of engines which are gone
         async with self._changed:
             self._changed.notify_all()
 

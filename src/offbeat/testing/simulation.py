@@ -114,6 +114,7 @@ class _Simulation:
             self.shape.steps,
             version=version,
             resumed=world.resumed,
+            saved=checkpoint is not None,
             newest=world.disk.newest,
         )
         driver = asyncio.get_running_loop().create_task(loop.run())

@@ -67,6 +67,11 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
+def named_otherwise(path: Path, step: int) -> bool:
+    """Whether a folder bears the name of another step's checkpoint."""
+    return _NAME.fullmatch(path.name) is not None and _step(path) != step
+
+
 def write(path: Path, state: TrainerState, fill: Callable[[Path], None]) -> None:
     """Makes `path` appear at once with what `fill(folder)` writes and the state.
 
@@ -136,6 +141,8 @@ def read(path: Path) -> TrainerState:
                 raise OffbeatError(f"checkpoint {path} is damaged: {name} is not {size:,} bytes")
             if _checksum(path / name) != crc:
                 raise OffbeatError(f"checkpoint {path} is damaged: {name} is not what was written")
+        if named_otherwise(path, record["step"]):
+            raise OffbeatError(f"checkpoint {path} holds step {record['step']}, not what it says")
         return TrainerState(
             record["lineage"],
             record["step"],

@@ -192,6 +192,8 @@ class Trainer:
         first.
         """
         config = self.config
+        if checkpoint.named_otherwise(path, self._step):
+            raise RunFailed(f"the trainer is at step {self._step}, which {path.name} is no name of")
         state = checkpoint.TrainerState(
             self.lineage,
             self._step,
