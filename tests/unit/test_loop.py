@@ -369,8 +369,7 @@ def test_a_step_whose_answer_was_lost_is_not_saved_as_the_one_before(tmp_path: P
             loops[0].stopping.set()
             await asyncio.sleep(60)
         if name == "published" and before >= 1 and not died:
-            while not loops[0].stopping.is_set():
-                await asyncio.sleep(0.01)
+            await loops[0].stopping.wait()
             died.append(name)
             raise RoleDied("rollouter", "the rollouter's process has ended")
 
