@@ -90,7 +90,7 @@ class AsyncLoop:
         self._resumed, self._newest = resumed, newest
         self._published = -1 if resumed else version
         self._redo_until = version  # steps before it are trained again before anything is published
-        self._booked: tuple[int, dict[int, Flag]] | None = None  # the newest step
+        self._booked: dict[int, dict[int, Flag]] = {}  # steps since the newest checkpoint
         self._restarts = 0
         self._turn = asyncio.Lock()  # the trainer does one thing at a time
         self._validated = -1  # version of the newest validation that has begun
@@ -173,7 +173,7 @@ class AsyncLoop:
             self._stepping = False
         flags: dict[int, Flag] = {group.prompt.ordinal: "signal" for group in batch.groups}
         flags.update({ordinal: "no_signal" for ordinal in result.no_signal})
-        self.trained_steps, self._booked = step + 1, (step, flags)
+        self.trained_steps, self._booked[step] = step + 1, flags
         counts = await self._rollouter(f"books of step {step}", self.rollouter.trained(step, flags))
         await apoint("driver.step")
         spans, reports, tally = await self._rollouter("spans", self.rollouter.drain())
@@ -249,14 +249,14 @@ class AsyncLoop:
         if "rollouter" in roles:
             call = self.rollouter.restart(version, self.trained_steps)
             await self._rollouter("restart", call, seconds)
-            if self._booked is not None:
-                await self._rollouter("books", self.rollouter.trained(*self._booked))
+            for booked in self._booked.items():  # it may not have committed them
+                await self._rollouter("books", self.rollouter.trained(*booked))
         if "trainer" in roles:
             lineage = await self._rollouter("books", self.rollouter.new_lineage())
             again = self.trainer.restart(lineage, checkpoint)
             self.trained_steps = (await self._trainer("restart", again, seconds)).step
             await self._rollouter("books", self.rollouter.redo(self.trained_steps))
-            self._booked, self._stepping = None, False
+            self._booked, self._stepping = {}, False
         self._redo_until = await self._rollouter("books", self.rollouter.next_step())
         self._held = self._validation is not None
         self._published, self._validation, self._validated = -1, None, self._told
@@ -346,7 +346,7 @@ class AsyncLoop:
                 await self._trainer(f"checkpoint {step}", call)
         finally:
             copy.unlink(missing_ok=True)
-        self._saved = step
+        self._saved, self._booked = step, {}  # the copy has waited for their commit
         await self._rollouter("books", self.rollouter.checkpointed(step))
         await apoint("driver.saved")
 

@@ -12,7 +12,7 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Coroutine
-from heapq import heapify, heappop
+from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any, TypeVar
 
@@ -28,17 +28,21 @@ class _Task(asyncio.Task[Any]):
     """Hashed by its number, so that sets of tasks have the same order every time."""
 
     _numbers = count()
+    _number: int | None = None
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        self._number = next(self._numbers)
-        super().__init__(*args, **more)
-
-    def __hash__(self) -> int:
-        return self._number
+    def __hash__(self) -> int:  # a new one is hashed at once, when asyncio registers it
+        number = self._number
+        if number is None:
+            number = self._number = next(self._numbers)
+        return number
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """The loop; `seed` None: first come, first served, and threads may be waited for."""
+    """The loop; `seed` None: first come, first served, and threads may be waited for.
+
+    With a seed, what is ready and what is due are kept here: most of a simulation's time is spent
+    on them.
+    """
 
     _ready: deque[asyncio.Handle]
     _scheduled: list[asyncio.TimerHandle]
@@ -47,13 +51,35 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self, seed: int | None = None) -> None:
         super().__init__()
         self._now = 0.0
-        self._shuffle = None if seed is None else random.Random(seed).shuffle
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._numbers = count()
+        order = random.Random(seed)
+        self._shuffle, self._random = None if seed is None else order.shuffle, order.random
         if seed is not None:
             self.set_task_factory(_task)
 
     def time(self) -> float:
         """Virtual seconds since the start."""
         return self._now
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.Handle:
+        """As the base's, which also looks whether the loop is closed."""
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        """As the base's; of timers that are due at once the one that was set first comes first."""
+        if self._shuffle is None:
+            return super().call_at(when, callback, *args, context=context)
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heappush(self._timers, (when, next(self._numbers), timer))
+        timer._scheduled = True  # type: ignore[attr-defined]
+        return timer
 
     def _run_once(self) -> None:
         if self._shuffle is None:
@@ -65,39 +91,42 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._take_due()
         turn = list(self._ready)
         self._ready.clear()
-        if len(turn) > 1:
+        if len(turn) == 2:
+            if self._random() < 0.5:
+                turn.reverse()
+        elif len(turn) > 2:
             self._shuffle(turn)
         for handle in turn:
             if not handle._cancelled:
-                handle._run()
+                try:
+                    handle._context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:
+                    said = f"{handle} failed"
+                    self.call_exception_handler({"message": said, "exception": error})
 
     def _take_due(self) -> None:
         """Moves the clock to the next timer if nothing is ready, and what is due to the ready."""
-        timers = self._scheduled
-        if self._timer_cancelled_count > CANCELLED_KEPT and 2 * self._timer_cancelled_count > len(
-            timers
-        ):
-            timers[:] = [t for t in timers if not self._is_gone(t)]
+        timers, gone = self._timers, self._timer_cancelled_count
+        if gone > CANCELLED_KEPT and 2 * gone > len(timers):
+            timers[:] = [entry for entry in timers if not entry[2]._cancelled]
             heapify(timers)
-        while timers and timers[0].cancelled():
-            self._is_gone(heappop(timers))
+            self._timer_cancelled_count = 0
+        while timers and timers[0][2]._cancelled:
+            heappop(timers)
+            self._timer_cancelled_count -= 1
         if not self._ready:
             if not timers:
                 raise Deadlock("nothing is ready, and no timer is set")
-            self._now = max(self._now, timers[0].when())
-        while timers and timers[0].when() <= self._now:
-            timer = heappop(timers)
+            self._now = max(self._now, timers[0][0])
+        while timers and timers[0][0] <= self._now:
+            timer = heappop(timers)[2]
             timer._scheduled = False  # type: ignore[attr-defined]
-            if timer.cancelled():
+            if timer._cancelled:
                 self._timer_cancelled_count -= 1
             else:
                 self._ready.append(timer)
-
-    def _is_gone(self, timer: asyncio.TimerHandle) -> bool:
-        if timer.cancelled():
-            timer._scheduled = False  # type: ignore[attr-defined]
-            self._timer_cancelled_count -= 1
-        return timer.cancelled()
 
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Any, *args: Any, context: Any = None

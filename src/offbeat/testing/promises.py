@@ -78,19 +78,18 @@ class Promises:
             before = self._rows.get(row.ordinal)
             state = None if before is None else before.state
             self.event(f"{row.ordinal}.{row.attempt} {row.state} {row.step} {row.reason or ''}")
-            self.check((state, row.state) in ARROWS, 1, f"group {row.ordinal}: {state} to {row}")
+            if (state, row.state) not in ARROWS:
+                self.check(False, 1, f"group {row.ordinal}: {state} to {row}")
             if before is not None:
-                again = row.state == "admitted"
-                self.check(
-                    row.attempt == before.attempt + again, 1, f"attempt of {before} became {row}"
-                )
+                if row.attempt != before.attempt + (row.state == "admitted"):
+                    self.check(False, 1, f"attempt of {before} became {row}")
                 self._counts[before.state] -= 1
             self._counts[row.state] += 1
             self._rows[row.ordinal] = row
             if row.state in ("discarded", "admitted"):
                 self.seen[row.reason or ("retried" if row.attempt else "admitted")] += 1
-                step = self._step_of.get(row.ordinal)
-                self.check(step is None, 1, f"{row} was trained in step {step}")
+                if row.ordinal in self._step_of:
+                    self.check(False, 1, f"{row} was trained in {self._step_of[row.ordinal]}")
 
     def crashed(self, committed: dict[int, Row]) -> None:
         """What was not committed is lost: the books are what the store has."""
@@ -136,25 +135,33 @@ class Promises:
     def _group(self, group: Group, step: int, found: int) -> int:
         ordinal = group.prompt.ordinal
         before = self._step_of.setdefault(ordinal, step)
-        self.check(before == step, 1, f"group {ordinal} is trained in {before} and in {step}")
+        if before != step:
+            self.check(False, 1, f"group {ordinal} is trained in {before} and in {step}")
         row = self._rows.get(ordinal)
         well = row is not None and (row.state, row.step) == ("batched", step)
-        self.check(well, 1, f"step {step} trains {row}")
+        if not well:
+            self.check(False, 1, f"step {step} trains {row}")
         kept = self._committed.get(ordinal)
         durable = kept is not None and kept.step == step
-        self.check(durable, 6, f"step {step} trains {ordinal}, of which the store has {kept}")
+        if not durable:
+            self.check(False, 6, f"step {step} trains {ordinal}, of which the store has {kept}")
         places = {sample.completion.index for sample in group.samples}
         whole = places == set(range(self._size)) and len(group.samples) == self._size
-        self.check(whole, 1, f"group {ordinal} has the samples {sorted(places)}")
+        if not whole:
+            self.check(False, 1, f"group {ordinal} has the samples {sorted(places)}")
         for sample in group.samples:
             payload: Payload = sample.completion.ref
             ids = payload.token_ids
             mine = int(ids[0]) == ordinal and int(ids[1]) == group.attempt
-            self.check(mine, 1, f"group {ordinal}.{group.attempt} has tokens of {ids.tolist()}")
+            if not mine:
+                self.check(
+                    False, 1, f"group {ordinal}.{group.attempt} has tokens of {ids.tolist()}"
+                )
             staleness = step - int(payload.versions.min())
             self.seen["at the bound"] += staleness == self._bound
             well = 0 <= staleness <= self._bound
-            self.check(well, 3, f"group {ordinal} is trained {staleness} steps late")
+            if not well:
+                self.check(False, 3, f"group {ordinal} is trained {staleness} steps late")
             found = zlib.crc32(payload.versions.tobytes() + repr(sample.total).encode(), found)
         return zlib.crc32(f"{ordinal}.{group.attempt}".encode(), found)
 

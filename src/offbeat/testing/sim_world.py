@@ -172,6 +172,16 @@ class World:
         """Whether nothing goes wrong any more."""
         return self.start >= CALM_START
 
+    def may_lose_newest(self) -> bool:
+        """Whether the checkpoint before the newest can be gone on from: there is one, and the
+        batches after it are kept. (With the second one on end damaged they are not.)"""
+        versions = sorted(self.disk.saved)
+        return len(versions) > 1 and all(
+            row.ordinal in self.tables.payloads
+            for row in self.tables.groups.values()
+            if row.step is not None and row.step >= versions[-2]
+        )
+
     def chance(self, share: float) -> bool:
         """True in this share of cases, as troubled as the run is."""
         return not self.calm and self.rng.random() < share * self.shape.trouble

@@ -24,9 +24,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from offbeat import loop
 from offbeat.errors import OffbeatError, UserError
 from offbeat.loop import AsyncLoop
 from offbeat.outcome import Outcome
+from offbeat.rollout import parts
 from offbeat.testing import clock
 from offbeat.testing.promises import Broken
 from offbeat.testing.sim_engine import SimEngine
@@ -210,7 +212,7 @@ class _Simulation:
             elif fault == "outage":
                 seconds = world.rng.choice((1.0, 3.0, 8.0, 8.0, 30.0))
                 world.spawn(world.rng.choice(rollouter.sources).outage(seconds))
-            elif len(world.disk.saved) > 1:  # the newest checkpoint is damaged, and found at a kill
+            elif world.may_lose_newest():  # it is damaged, which is found at a kill
                 del world.disk.saved[max(world.disk.saved)]
                 return
 
@@ -242,6 +244,8 @@ async def _gone(*tasks: asyncio.Task[Any]) -> None:
 def _quiet(seed: int) -> Iterator[None]:
     """No log lines; random numbers of the code under test and collections by the seed alone."""
     before, state, collects = logging.root.manager.disable, random.getstate(), gc.isenabled()
+    lag, parts.LAG_PERIOD_SECONDS = parts.LAG_PERIOD_SECONDS, LIMIT_SECONDS  # of the real clock
+    notice, loop.NOTICE_SECONDS = loop.NOTICE_SECONDS, 5.0
     logging.disable(logging.CRITICAL)
     gc.disable()
     random.seed(seed)
@@ -249,6 +253,7 @@ def _quiet(seed: int) -> Iterator[None]:
         yield
     finally:
         random.setstate(state)
+        parts.LAG_PERIOD_SECONDS, loop.NOTICE_SECONDS = lag, notice
         logging.disable(before)
         if collects:
             gc.enable()
