@@ -12,6 +12,7 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Coroutine
+from contextvars import copy_context
 from heapq import heapify, heappop, heappush
 from itertools import count
 from typing import Any, TypeVar
@@ -37,6 +38,21 @@ class _Task(asyncio.Task[Any]):
         return number
 
 
+class _Call(list[Any]):
+    """What is ready to run: callback, arguments, context. It is made for every turn of every task,
+    and by nothing that asyncio shows to a debugger."""
+
+    __slots__ = ()
+
+    def cancel(self) -> None:
+        """It runs, and does nothing."""
+        self[0], self[1] = _nothing, ()
+
+
+def _nothing() -> None:
+    pass
+
+
 class VirtualLoop(asyncio.SelectorEventLoop):
     """The loop; `seed` None: first come, first served, and threads may be waited for.
 
@@ -44,7 +60,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     on them.
     """
 
-    _ready: deque[asyncio.Handle]
+    _ready: deque[Any]
     _scheduled: list[asyncio.TimerHandle]
     _timer_cancelled_count: int
 
@@ -64,11 +80,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def call_soon(  # type: ignore[override]
         self, callback: Any, *args: Any, context: Any = None
-    ) -> asyncio.Handle:
-        """As the base's, which also looks whether the loop is closed."""
-        handle = asyncio.Handle(callback, args, self, context)
-        self._ready.append(handle)
-        return handle
+    ) -> Any:
+        """As the base's; with a seed it returns no more than `cancel` needs."""
+        if self._shuffle is None:
+            return super().call_soon(callback, *args, context=context)
+        call = _Call((callback, args, context or copy_context()))
+        self._ready.append(call)
+        return call
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Any, *args: Any, context: Any = None
@@ -97,14 +115,18 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         elif len(turn) > 2:
             self._shuffle(turn)
         for handle in turn:
-            if not handle._cancelled:
-                try:
-                    handle._context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]
-                except (SystemExit, KeyboardInterrupt):
-                    raise
-                except BaseException as error:
-                    said = f"{handle} failed"
-                    self.call_exception_handler({"message": said, "exception": error})
+            if type(handle) is not _Call:
+                if not handle._cancelled:
+                    handle._run()
+                continue
+            callback, args, context = handle
+            try:
+                context.run(callback, *args)
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                said = f"{callback} failed"
+                self.call_exception_handler({"message": said, "exception": error})
 
     def _take_due(self) -> None:
         """Moves the clock to the next timer if nothing is ready, and what is due to the ready."""
