@@ -18,6 +18,7 @@ DISTRIBUTIONS = {
     "math_verify": "math-verify",
     "pydantic_core": "pydantic",
     "tokenizers": "transformers",
+    "xdist": "pytest-xdist",
 }
 
 

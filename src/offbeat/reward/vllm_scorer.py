@@ -285,6 +285,8 @@ class VllmScorer:
             raise RunFailed(f"reward.{self._name}: {type(error).__name__}: {error}") from error
         finally:
             self._running -= set(tasks)
+        if any(task.cancelled() for task in tasks):  # before it had begun
+            raise RunFailed(f"reward.{self._name}: the scorer was stopped")
         return [task.result() for task in tasks]
 
     async def _one(self, row: list[int], whole_blocks: bool) -> list[float]:
