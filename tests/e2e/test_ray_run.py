@@ -69,6 +69,7 @@ def records(config: Path, name: str, kind: str) -> list[dict[str, Any]]:
     return [record for record in read_metrics(path) if record["type"] == kind]
 
 
+@pytest.mark.long  # two at once, shorter, are in test_validate_on_ray.py
 def test_two_runs_on_one_cluster_interleave_and_both_finish(cluster: str, project: Project) -> None:
     """Each with a judge, a scorer and a rule on pools of their own, and one judge that is a server
     for both, started at one moment."""

@@ -119,6 +119,7 @@ def test_one_of_two_judges_and_one_of_two_scorers_are_killed(project: Project) -
     nothing_lost(run_until_back(path, kill, back))
 
 
+@pytest.mark.long
 def test_the_only_judge_is_killed_and_the_only_scorer_hangs(project: Project) -> None:
     """Samples wait for their return, and admission with them."""
     path = project(
