@@ -1,4 +1,5 @@
-"""A soak: for half an hour a random process of a run is killed every 20 seconds; then it must hold.
+"""A soak: for half an hour a random process of a run is killed every 20 seconds (or once it trains
+again, if that takes longer); then it must hold.
 
     python -m tests.faults.soak --minutes 30 --every 20 --backend ray --seed 1
 
@@ -142,14 +143,18 @@ class Soak:
         )
 
     def under_fire(self, seconds: float, every: float) -> None:
-        until, last = time.monotonic() + seconds, time.monotonic()
+        """A kill `every` seconds, or later: once a batch has come since the last one. (On Ray a
+        start may take longer than that: killed in each of them, a run would never begin.)"""
+        until, last, steps = time.monotonic() + seconds, time.monotonic(), 0
         self.start()
         while time.monotonic() < until:
             time.sleep(0.5)
             self.keep_running()
-            if time.monotonic() - last >= every:
-                last = time.monotonic()
+            waited = time.monotonic() - last
+            if waited >= every and self.recorded_steps() > steps:
+                last, steps = time.monotonic(), self.recorded_steps()
                 self.kill_one()
+            assert waited < STOP_SECONDS, f"no batch came for {waited:.0f} s: {self.progress()}"
 
     def finish(self) -> None:
         """Drains by SIGTERM, then trains a few steps more, to the end."""
@@ -164,7 +169,10 @@ class Soak:
 
     def recorded_steps(self) -> int:
         """Steps that have their batches."""
-        steps = [row.step for row in read_rows(self.run_dir / "ledger.sqlite")]
+        try:
+            steps = [row.step for row in read_rows(self.run_dir / "ledger.sqlite")]
+        except Exception:  # boundary: the file may not be there yet
+            return 0
         return max((step + 1 for step in steps if step is not None), default=0)
 
     def check(self) -> None:
