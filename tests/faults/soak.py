@@ -152,8 +152,8 @@ class Soak:
             self.keep_running()
             waited = time.monotonic() - last
             if waited >= every and self.recorded_steps() > steps:
-                last, steps = time.monotonic(), self.recorded_steps()
                 self.kill_one()
+                last, steps = time.monotonic(), self.recorded_steps()
             assert waited < STOP_SECONDS, f"no batch came for {waited:.0f} s: {self.progress()}"
 
     def finish(self) -> None:
