@@ -225,7 +225,7 @@ def test_w3_a_dead_rollouter_begins_again_until_its_budget_is_used_up_then_resum
     project: Project, launch: Callable[..., Run]
 ) -> None:
     """One that hangs is replaced within its deadline; the next death ends the run."""
-    path, directory = prepared(project, cluster__max_restarts=1, cluster__heartbeat_seconds=15)
+    path, directory = prepared(project, cluster__max_restarts=1, cluster__heartbeat_seconds=30)
     memory = Memory(directory / "ledger.sqlite")
     run = launch(directory, "train", str(path))
     run.wait("three steps", lambda: run.steps() >= 3)
