@@ -21,6 +21,7 @@ import psutil
 import pytest
 from tests.promises import check_promises, equal_to_replay
 
+from offbeat.ledger import LEFT_OVER
 from offbeat.store import Recorded, read_payloads, read_rows
 from offbeat.track.metrics import read_metrics
 
@@ -218,7 +219,7 @@ def test_every_process_of_a_run_dies_and_nothing_is_lost(
     memory.check()
     assert equal_to_replay(directory) >= 2
     summary = json.loads((directory / "summary.json").read_text())
-    assert summary["groups"]["discarded"] == {}
+    assert set(summary["groups"]["discarded"]) <= {LEFT_OVER}
 
 
 def test_w3_a_dead_rollouter_begins_again_until_its_budget_is_used_up_then_resume_goes_on(
