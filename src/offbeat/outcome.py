@@ -21,13 +21,12 @@ def checked(counts: Counts, steps: int, on_no_signal: str, wanted: int | None = 
     """Raises `RunFailed` for a run that came to its end and learnt nothing, or has fewer steps than
     were `wanted` (None: as many as the data gives)."""
     lost = sum(n for reason, n in counts["discarded"].items() if reason != LEFT_OVER)
+    why = ", ".join(f"{reason} {n}" for reason, n in counts["discarded"].items())
     if steps == 0 or lost > counts["trained"]:
-        why = ", ".join(f"{reason} {n}" for reason, n in counts["discarded"].items())
         raise RunFailed(
             f"{lost} of {counts['admitted']} groups were discarded ({why}); {steps} steps are done"
         )
     if wanted is not None and steps < wanted:
-        why = ", ".join(f"{reason} {n}" for reason, n in counts["discarded"].items())
         raise RunFailed(
             f"the data ended after {steps} of {wanted} steps, as groups were discarded ({why}); in "
             "a run with more data.epochs others take their places"

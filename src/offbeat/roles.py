@@ -85,27 +85,26 @@ class Asking:
         if seconds is None:
             seconds, whom = self._seconds, f"{whom} (train.deadline_seconds)"
         self.trainer_is_well = False
-        try:
-            found = await within(seconds, whom, call)
-        except DeadlinePassed as late:
-            raise RoleDied("trainer", f"the trainer hangs: {late}") from late
+        found = await _asked("trainer", seconds, whom, call)
         self.trainer_is_well = True
         return found
 
     async def ping(self, trainer: Awaitable[None], seconds: float) -> None:
         """Asks the trainer for a heartbeat, which it gives beside its work: that says nothing of
         how the work goes."""
-        try:
-            await within(seconds, "the trainer's heartbeat", trainer)
-        except DeadlinePassed as late:
-            raise RoleDied("trainer", f"the trainer hangs: {late}") from late
+        await _asked("trainer", seconds, "the trainer's heartbeat", trainer)
 
     async def rollouter(self, what: str, call: Awaitable[T], seconds: float | None = None) -> T:
         """What the rollouter answers."""
-        try:
-            return await within(seconds or GRACE_SECONDS, f"the rollouter's {what}", call)
-        except DeadlinePassed as late:
-            raise RoleDied("rollouter", f"the rollouter hangs: {late}") from late
+        whom = f"the rollouter's {what}"
+        return await _asked("rollouter", seconds or GRACE_SECONDS, whom, call)
+
+
+async def _asked(role: str, seconds: float, whom: str, call: Awaitable[T]) -> T:
+    try:
+        return await within(seconds, whom, call)
+    except DeadlinePassed as late:
+        raise RoleDied(role, f"the {role} hangs: {late}") from late
 
 
 async def within(seconds: float, whom: str, call: Awaitable[T]) -> T:

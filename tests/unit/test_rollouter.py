@@ -500,10 +500,10 @@ def test_a_restored_rollouter_waits_for_an_engine_that_holds_what_was_published(
             await rollouter.trained(step, {g.prompt.ordinal: "signal" for g in batch.groups})
             await rollouter.published(manifest(step + 1))
 
-    async def until_24(ordinal: int, attempt: int) -> None:
+    async def until_20(ordinal: int, attempt: int) -> None:
         await asyncio.sleep(0 if ordinal < 20 else 60)
 
-    drive(tmp_path, config, [FakeEngine(until_24)], first, total=28)
+    drive(tmp_path, config, [FakeEngine(until_20)], first, total=28)
     hung, fresh = FakeEngine(prompt_answer), FakeEngine(prompt_answer)
     hung.load_seconds = 60
 
