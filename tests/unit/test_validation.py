@@ -396,9 +396,9 @@ def test_a_checker_that_holds_its_interpreter_holds_nobody_else_up(functions: Pa
         await checker.stop()
         return lag, time.monotonic() - began
 
-    began = time.monotonic()
+    began = time.process_time()
     assert re.match("(a+)+$", "a" * 25 + "b") is None
-    alone = time.monotonic() - began
+    alone = time.process_time() - began
     lag, took = asyncio.run(main())
     assert took >= alone / 2
     assert lag < max(0.25, alone / 2), "in this process it would be as long as the match"
