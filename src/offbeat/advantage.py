@@ -97,7 +97,8 @@ def gdpo_advantages(
 
     Args:
         parts: one a sample: values by source; None where the sample was dropped.
-        weights: of all sources that add; with signed weights absolute values count.
+        weights: of all sources that add to this group's row; with signed weights absolute values
+            count.
         vetoed: one a sample, or none at all: no vetoed sample is better than any other, also where
             one of them lacks a source.
 

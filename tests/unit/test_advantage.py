@@ -17,6 +17,9 @@ from offbeat.advantage import (
     gdpo_advantages,
     group_advantages,
 )
+from offbeat.config import TrainSection
+from offbeat.records import Batch, Completion, Group, Prompt, Reward, Sample
+from offbeat.train.step import batch_advantages
 
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 algorithms = st.sampled_from(ALGORITHMS)
@@ -175,3 +178,25 @@ def test_gdpo_scale_is_the_batches() -> None:
     assert flat.std(ddof=1) == pytest.approx(1.0)
     assert not scaled[1].any(), "a group without signal stays without"
     assert scaled[2][0] == pytest.approx(3 * scaled[0][0])
+
+
+def test_gdpo_weighs_only_the_sources_that_a_row_picks() -> None:
+    """As a sum does: what a row does not pick is not missing."""
+    weights = {"helpful": 0.5, "correct": 1.0}
+    train = TrainSection.model_validate({"advantage_eps": 1e-9})
+
+    def sample(index: int, name: str, value: float | None) -> Sample:
+        done = Completion("r", index, "x", 1, 0, 0, "stop", None)
+        if value is None:
+            return Sample(done, {name: Reward.failed(name, "timeout")}, None)
+        return Sample(done, {name: Reward.scored(name, value)}, value, {name: value})
+
+    def group(ordinal: int, name: str) -> Group:
+        values = (0.0, 1.0, None, 0.0, 1.0)
+        samples = tuple(sample(i, name, value) for i, value in enumerate(values))
+        return Group(Prompt(ordinal, np.array([1], np.int32), "q", "q"), 0, 9, samples)
+
+    batch = Batch(0, (group(0, "helpful"), group(1, "correct")))
+    half, whole = (one.values for one in batch_advantages(batch, train, weights))
+    assert whole[1] > 0 > whole[0]
+    assert half == pytest.approx(whole / 2)

@@ -19,7 +19,7 @@ from offbeat.advantage import Advantages, batch_scaled, gdpo_advantages, group_a
 from offbeat.config import TrainSection
 from offbeat.errors import RunFailed
 from offbeat.loss import LossTerms
-from offbeat.records import Batch, Payload
+from offbeat.records import Batch, Group, Payload
 from offbeat.train.batching import MicroBatch, Trajectory
 from offbeat.train.drift import RATIO_BAND, DriftStats, Floats, compare, outside_band
 
@@ -68,7 +68,8 @@ class StepSamples:
 def batch_advantages(
     batch: Batch, train: TrainSection, gdpo: Mapping[str, float] | None
 ) -> list[Advantages]:
-    """One `Advantages` a group; `gdpo` are the weights of the sources to normalise one by one."""
+    """One `Advantages` a group; `gdpo` are the weights of the sources to normalise one by one, of
+    which a group's count that its row picks."""
     if gdpo is None:
         return [
             group_advantages(
@@ -82,7 +83,7 @@ def batch_advantages(
     found = [
         gdpo_advantages(
             [None if sample.total is None else sample.parts for sample in group.samples],
-            gdpo,
+            {name: weight for name, weight in gdpo.items() if name in _sources(group)},
             eps=train.advantage_eps,
             min_scored=train.min_scored,
             vetoed=[sample.vetoed for sample in group.samples],
@@ -93,6 +94,10 @@ def batch_advantages(
     for one, values in zip(found, scaled, strict=True):
         one.values[one.mask] = values
     return found
+
+
+def _sources(group: Group) -> set[str]:
+    return {name for sample in group.samples for name in (*sample.rewards, *sample.parts)}
 
 
 def gather(
