@@ -300,6 +300,32 @@ def test_scopes_are_counted_apart_and_judges_cost_is_told(tmp_path: Path) -> Non
     assert (rows[0]["prompt"], rows[0]["raw"], rows[0]["value"]) == ("read", "8", 0.8)
 
 
+def test_the_calls_of_every_try_are_kept_and_counted(tmp_path: Path) -> None:
+    class Judge(Fake):
+        async def score(self, items: Sequence[ScoreItem]) -> list[Reward]:
+            self.calls += 1
+            said = "8" if self.calls == 3 else "hm"
+            call = (Transcript("read", said, prompt_tokens=100, completion_tokens=self.calls),)
+            if self.calls < 3:
+                return [Reward.failed("j", "unparseable", transcripts=call) for _ in items]
+            return [Reward.scored("j", 0.8, transcripts=call) for _ in items]
+
+    async def main() -> RewardLoop:
+        config = {"j": section(kind="genrm", temperature=0.7, retries=2)}
+        writer = TranscriptWriter(tmp_path)
+        loop = await RewardLoop.create({"j": Judge("j")}, config, transcripts=writer)
+        (found,) = await loop.score_group(items(1))
+        assert (found.total, found.rewards["j"].retries) == (0.8, 2)
+        await loop.stop()
+        return loop
+
+    stats = asyncio.run(main()).stats()["j"]
+    assert (stats.scored, stats.calls) == (1, 3)
+    assert (stats.prompt_tokens, stats.completion_tokens) == (300, 6)
+    rows = pq.read_table(tmp_path / "transcripts" / "part-000000.parquet").to_pylist()
+    assert [row["raw"] for row in rows] == ["hm", "hm", "8"]
+
+
 def test_normalisation_has_one_constant_for_a_group_and_learns_from_training_only() -> None:
     source = Fake("s", 1.0, 3.0, 5.0, 100.0, 7.0)
 

@@ -315,7 +315,7 @@ class RewardLoop:
                 break
             pause = min(BACKOFF_LIMIT_SECONDS, BACKOFF_SECONDS * 2 ** (retries + lost - 1))
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-            rewards = await self._ask(name, items)
+            rewards = _behind(rewards, await self._ask(name, items))
         self._watch.record(name, items, rewards)
         if not (more := retries + lost):
             return rewards
@@ -341,6 +341,16 @@ class RewardLoop:
 
 async def _nothing() -> None:
     """Nobody is to be told."""
+
+
+def _behind(before: Sequence[Reward], rewards: Sequence[Reward]) -> list[Reward]:
+    """What was said at last, with the calls of every try: all of them were made and paid for."""
+    return [
+        replace(reward, transcripts=(*earlier.transcripts, *reward.transcripts))
+        if earlier.transcripts
+        else reward
+        for earlier, reward in zip(before, rewards, strict=True)
+    ]
 
 
 def _worth_retrying(reward: Reward, section: RewardSourceSection) -> bool:
