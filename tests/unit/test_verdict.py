@@ -465,3 +465,136 @@ def test_probabilities_that_are_none(shares: tuple[float, ...]) -> None:
 def test_a_distribution_in_words() -> None:
     assert shown(("8", "9", "10"), (0.3, 0.62, 0.0)) == "9: 0.620, 8: 0.300 (mass 0.920)"
     assert shown(("8",), (0.0,)) == "none (mass 0.000)"
+
+
+QUOTED = [
+    ("number", 'The answer claims {"score": 10}, which is wrong. Score: 2'),
+    ("number", 'The student wrote {"score": 10}. I give 2/10.'),
+    ("number", '{"score": 10} is what it claims. I give two.'),
+    ("number", '{"score": 10}\nis what it claims. I give 2.'),
+    ("number", 'It ends with "Score: 10", and I refuse to grade it.'),
+    ("number", 'Score: 2\n{"score": 10}'),
+    ("number", 'The answer says "Score: 10".\nIt is wrong. I would give 2.'),
+    ("number", "The answer ends with\nScore: 10\nwhich is its own. I give 2."),
+    ("json", 'It says {"score": 10}. I do not.'),
+    ("json", 'bad {"score": 10} \n{"score": 2,}'),
+    ("json", '{"score": 10}\n{"score": 2,}'),
+    ("json", 'It says {"score": 10}. Mine: { "score": NaN }'),
+    ("last_number", 'It says {"score": 10}.\n{\n"score": 2,\n}'),
+    ("rubric", 'The answer says {"1": 10, "2": 10}. {"1": 2, "2": 3,}'),
+    ("rubric", 'The answer says {"1": 10, "2": 10}. I grade nothing.'),
+    ("yes_no", "The answer writes\nVerdict: yes\nbut it is wrong"),
+    ("choice", "The answer writes\nVerdict: A\nbut it is wrong"),
+]
+
+
+@pytest.mark.parametrize(("parser", "text"), QUOTED)
+def test_what_a_judge_may_only_quote_is_no_verdict(parser: Parser, text: str) -> None:
+    found = read(text, parser)
+    assert isinstance(found, Unread), text
+    assert found.cause == "unparseable"
+
+
+@pytest.mark.parametrize("parser", ["number", "json"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        'With \\frac{1}{2} and {x} it is wrong.\n{"score": 8}',
+        'Here is the grade:\n```json\n{"score": 8}\n```',
+        '{"score": 8}\nIt is short.',
+        '```json\n{"score": 8}\n```\n\nIt is short.',
+        '{"result": {"score": 8}}',
+        '[{"steps": 3}, {"score": 8}]',
+        'It is {"a": 1}, so {"score": 8}',
+        "{" * 100 + '{"score": 8}',
+    ],
+)
+def test_an_object_counts_at_the_beginning_and_at_the_end(parser: Parser, text: str) -> None:
+    assert read(text, parser) == Grade(8.0, pytest.approx(7 / 9))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Score: 8\nIt has 2 faults.",
+        "2 faults.\n**Overall quality score:** 8/10",
+        "2 faults.\nThe final score is: 8",
+        "2 faults.\nScore [1-10]: 8",
+        "2 faults.\n- Grade (out of 10) = 8.",
+    ],
+)
+def test_labels_of_a_first_or_last_line(text: str) -> None:
+    assert read(text, "number") == Grade(8.0, pytest.approx(7 / 9))
+
+
+@pytest.mark.parametrize(
+    ("text", "scale"),
+    [
+        ("Score: 0.", (0, 1)), ("0.", (0, 1)), ("0", (0, 1)), ("Score: 0", (0, 1)),
+        ("0.8", (0, 1)), ("Score: 8.", SCALE), ("8.", SCALE), ("8 or", SCALE),
+        ("Score: 8 or", SCALE), ("Score: 8 out of", SCALE), ("Score: 8/", SCALE),
+        ("Score: 8 -", SCALE), ("8 faults are", SCALE), ("3.\nThe", SCALE),
+        ("Let me check the 5 steps of the", SCALE),
+        ("The answer to question 3 is", SCALE), ("I give 8", SCALE), ("-1", (-10, 10)),
+        ("It is wrong.\nScore: 2", SCALE), ('It is wrong. {"score": 2}', SCALE),
+    ],
+)  # fmt: skip
+def test_a_cut_number_that_may_become_another_one(text: str, scale: tuple[float, float]) -> None:
+    found = parse_verdict(text, "number", scale, truncated=True)
+    assert isinstance(found, Unread), text
+
+
+@pytest.mark.parametrize(
+    ("text", "grade"),
+    [
+        ("8/10", 8), ("8 out of 10.", 8), ("8 because", 8), ("**8**, as the", 8), ("8\nIt is", 8),
+        ("8 / 10", 8), ("Score: 8/10, as there are", 8),
+        ("Score: 8, as the", 8), ("**Score:** 8\nIt has 3 ", 8), ("**8**\n", 8), ("8.0\n", 8),
+        ('{"score": 8}\nIt is', 8), ('{"score": 8}', 8), ('```json\n{"score": 8}', 8),
+    ],
+)  # fmt: skip
+def test_a_cut_text_that_begins_with_its_grade(text: str, grade: float) -> None:
+    found = parse_verdict(text, "number", SCALE, truncated=True)
+    assert found == Grade(grade, pytest.approx((grade - 1) / 9))
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("choice", "A comparison of the two shows that the second one is better."),
+        ("choice", "A detailed look at both"),
+        ("choice", "The correct result is 5."),
+        ("yes_no", "There is no error in this answer."),
+        ("yes_no", "The answer has no mistakes; it is right."),
+        ("yes_no", "No obvious mistakes"),
+        ("yes_no", "No one can say"),
+    ],
+)
+@pytest.mark.parametrize("truncated", [True, False])
+def test_a_word_that_belongs_to_the_next_one_is_no_verdict(
+    parser: Parser, text: str, truncated: bool
+) -> None:
+    assert isinstance(read(text, parser, truncated), Unread)
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "value"),
+    [
+        ("choice", "A is better.", -2.0),
+        ("choice", "I prefer A because it is short", -2.0),
+        ("choice", "**B**\n\nIt has no fault", 7.5),
+        ("yes_no", "No. It has an error.", 0.0),
+        ("yes_no", "No it is wrong", 0.0),
+        ("yes_no", "The answer is right: yes", 1.0),
+        ("yes_no", "Yes, and it is short", 1.0),
+    ],
+)
+def test_a_word_before_its_reasons(parser: Parser, text: str, value: float) -> None:
+    assert read(text, parser) == Grade(value, value)
+
+
+def test_a_cut_word() -> None:
+    for text in ("The answer is correct", "It is wrong.\nVerdict: A", "I would say that B"):
+        assert isinstance(read(text, "choice", True), Unread)
+    for text in ("Verdict: A", "Verdict: A\nas it", "(A)", "**A**, as", "A because"):
+        assert read(text, "choice", True) == Grade(-2.0, -2.0)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from offbeat.reward.grade import Grade, Unread, on_scale
 from offbeat.reward.verdict_numbers import lone_number
@@ -15,24 +17,40 @@ _REMARKS = frozenset(
 )
 _OBJECTS_TRIED = 32
 
+_BEGINS = re.compile(r"\{\s*[\"}]")
+"""An object, not a brace of a formula. One that begins so and is none was meant to be."""
+_FENCE = re.compile(r"```(?:json)?", re.IGNORECASE)
+
 T = TypeVar("T")
 
 
-def grade_in_json(text: str, scale: tuple[float, float]) -> float | Unread | None:
+@dataclass(frozen=True, slots=True)
+class InJson:
+    """The grade of a text's JSON objects, and the text around them."""
+
+    grade: float
+    before: str
+    after: str
+
+
+def grade_in_json(text: str, scale: tuple[float, float], truncated: bool) -> InJson | Unread | None:
     """The one grade in the text's JSON objects; None where no object has one."""
+    found: _Read[float | Unread] | Unread | None
+    found = _read(text, lambda one: _grade_of(one, scale), truncated)
+    if found is None or isinstance(found, Unread):
+        return found
     grades: set[float] = set()
-    found: Iterator[float | Unread] = _objects(text, lambda found: _grade_of(found, scale))
-    for grade in found:
+    for grade in found.values:
         if isinstance(grade, Unread):
             return grade
         grades.add(grade)
     if len(grades) > 1:
         return Unread("unparseable", "several grades in JSON")
-    return grades.pop() if grades else None
+    return InJson(grades.pop(), found.before, found.after)
 
 
 def rubric_in_json(
-    text: str, criteria: Sequence[str], scale: tuple[float, float]
+    text: str, criteria: Sequence[str], scale: tuple[float, float], truncated: bool
 ) -> Grade | Unread:
     """The mean of the grades in the text's one JSON object that grades criteria.
 
@@ -42,7 +60,10 @@ def rubric_in_json(
     names = {str(number): number for number in range(1, len(criteria) + 1)}
     for number, criterion in enumerate(criteria, 1):
         names.setdefault(_bare(criterion), number)
-    objects = list(_objects(text, lambda found: found if _any_of(found, names) else None))
+    read = _read(text, lambda found: found if _any_of(found, names) else None, truncated)
+    if isinstance(read, Unread):
+        return read
+    objects = [] if read is None else read.values
     if len(objects) != 1:
         return Unread("unparseable", f"{len(objects) or 'no'} JSON objects with the criteria")
     grades: dict[int, Grade] = {}
@@ -53,10 +74,10 @@ def rubric_in_json(
         if place is None or place in grades:
             what = "not among the criteria" if place is None else "graded twice"
             return Unread("unparseable", f"{key[:40]!r} is {what}")
-        read = _on_scale(value, scale)
-        if isinstance(read, Unread):
-            return Unread(read.cause, f"criterion {place}: {read.reason}")
-        grades[place] = read
+        grade = _on_scale(value, scale)
+        if isinstance(grade, Unread):
+            return Unread(grade.cause, f"criterion {place}: {grade.reason}")
+        grades[place] = grade
     missing = [str(number) for number in range(1, len(criteria) + 1) if number not in grades]
     if missing:
         return Unread("unparseable", f"no grade for criterion {', '.join(missing[:10])}")
@@ -67,24 +88,73 @@ def rubric_in_json(
     )
 
 
-def _objects(text: str, read: Callable[[dict[str, Any]], T | None]) -> Iterator[T]:
+@dataclass(frozen=True, slots=True)
+class _Read(Generic[T]):
+    """What was made of a text's JSON objects, and the text around these."""
+
+    values: list[T]
+    before: str
+    after: str
+
+
+def _read(
+    text: str, read: Callable[[dict[str, Any]], T | None], truncated: bool
+) -> _Read[T] | Unread | None:
     """What `read` makes of the text's JSON objects, those inside others if it takes not the outer
-    one. Some are tried, not all, so that no text takes long."""
+    one; None if it takes none.
+
+    The judge's own object stands at the beginning of its words, or at their end: one in their
+    midst may be quoted, and so may any where another one is not whole. Some objects are tried, not
+    all, so that no text takes long.
+    """
     decoder = json.JSONDecoder(
         parse_int=float, parse_constant=_refuse, object_pairs_hook=_without_repeats
     )
-    start = text.find("{")
-    for _ in range(_OBJECTS_TRIED):
-        if start < 0:
-            return
+    values: list[T] = []
+    first = last = at = tried = 0
+    broken = False
+    while (begins := _BEGINS.search(text, at)) is not None:
+        tried += 1
+        if tried > _OBJECTS_TRIED:
+            broken = True
+            break
+        at = begins.start() + 1
         try:
-            found, end = decoder.raw_decode(text, start)
-            value = read(found)
+            found, end = decoder.raw_decode(text, begins.start())
+            taken = list(_taken(found, read))
         except (ValueError, RecursionError):
-            value, end = None, start + 1
-        if value is not None:
-            yield value
-        start = text.find("{", start + 1 if value is None else end)
+            broken = True
+            continue
+        at = end
+        if taken:
+            first = first if values else begins.start()
+            last = end
+            values += taken
+    if not values:
+        return None
+    if broken:
+        return Unread("unparseable", "several JSON objects, not all of them whole")
+    before, after = text[:first], text[last:]
+    if _words(before) and (truncated or _words(after)):
+        return Unread("unparseable", "a JSON object amid words")
+    if _words(after.partition("\n")[0]):
+        return Unread("unparseable", "words on the line of the JSON object")
+    return _Read(values, before, after)
+
+
+def _taken(found: Any, read: Callable[[dict[str, Any]], T | None]) -> Iterator[T]:
+    """What `read` makes of a value, or else of those in it."""
+    value = read(found) if isinstance(found, dict) else None
+    if value is not None:
+        yield value
+        return
+    inner = found.values() if isinstance(found, dict) else found
+    for one in inner if isinstance(found, dict | list) else ():
+        yield from _taken(one, read)
+
+
+def _words(text: str) -> bool:
+    return any(map(str.isalnum, _FENCE.sub("", text)))
 
 
 def _grade_of(found: dict[str, Any], scale: tuple[float, float]) -> float | Unread | None:

@@ -10,9 +10,16 @@ from offbeat.reward.grade import Unread
 _SEPARATORS = re.compile(r"[\s*_()\[\]{}<>:;=\"'`#|!?~]+")
 _NUMBER = re.compile(r"[-+\u2212\u2013]?[0-9]{1,40}(?:\.[0-9]{1,40})?", re.ASCII)
 _RANGE = re.compile(r"([0-9.]{1,20})\s?(?:-|\u2013|to)\s?([0-9.]{1,20})", re.ASCII)
+_QUOTED = re.compile('"[^"\n]*"|\u201c[^\u201d\n]*\u201d')
+_BRACKETS = re.compile(r"[(\[][^()\[\]]*[)\]]|out of [0-9]{1,9}")
 _LABELS = frozenset({"score", "grade", "rating"})
 _NOT_NUMBERS = frozenset({"nan", "inf", "infinity", "-inf", "+inf"})
 _NUMBERS_KEPT = 8
+_LABEL_LETTERS, _LABEL_WORDS = 60, 3
+_FIRST = re.compile(r"[^\w+\u2212\u2013-]*[-+\u2212\u2013]?[0-9]{1,40}(?:\.[0-9]+)?", re.ASCII)
+_LAST = re.compile(r"(?<![0-9./])([0-9]{1,20})(\.[0-9]{0,40})?\Z", re.ASCII)
+_REASON = re.compile(r"[*_`,;:]*\s+(?:as|because|since)(?!\w)", re.IGNORECASE)
+_GOES_ON = re.compile(r"\s*(?:(?:or|to|and|out|of)(?!\w)|[-\u2013/])", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +39,24 @@ class _Tokens:
 def grade_in_text(text: str, scale: tuple[float, float], truncated: bool) -> float | Unread:
     """The one number of a text, or the one behind its labels."""
     tokens = _tokens(text, scale[1])
-    grade = tokens.only
+    grade = None if _quoted(text) else tokens.only
     if grade is None:
         grade = _labelled(text, scale[1])
     if grade is None:
         return _none(tokens)
-    if truncated and _could_go_on(text, grade, scale):
-        return Unread("unparseable", "cut within a number: raise max_tokens")
+    if truncated and not _whole(text, grade, scale):
+        return Unread("unparseable", "cut before its grade is sure: raise max_tokens")
     return grade
+
+
+def other_grade(before: str, after: str, grade: float, scale: tuple[float, float]) -> Unread | None:
+    """What is wrong with a text that says `grade` between these two parts, if it says another
+    one there: behind a label, or as any number afterwards."""
+    tokens = _tokens(after, scale[1])
+    labelled = {found for _, found in _labels(before.splitlines(), scale[1])}
+    if labelled <= {grade} and {*tokens.numbers} <= {grade} and tokens.odd is None:
+        return None
+    return Unread("unparseable", "another number beside the JSON object")
 
 
 def grade_in_line(line: str, scale: tuple[float, float]) -> float | Unread:
@@ -108,26 +125,64 @@ def _without_scale(line: str, scale: tuple[float, float]) -> str:
     return head + found + rest
 
 
+def _quoted(text: str) -> bool:
+    """Whether every number of a sentence stands in quotation marks: others' words, perhaps."""
+    own = _QUOTED.sub(" ", text)
+    return any(map(str.isalpha, own)) and not any(map(str.isnumeric, own))
+
+
 def _labelled(text: str, high: float) -> float | None:
-    """The one grade behind `Score:`, `Grade =` and the like; None if there are none or several."""
-    grades: set[float] = set()
-    for line in text.splitlines():
-        mark = ":" if ":" in line else "="
-        head, found, rest = line.partition(mark)
-        words = _SEPARATORS.split(head[-60:].lower()) if found else []
-        if _LABELS.isdisjoint(words):
-            continue
-        grade = _tokens(rest, high).only
-        if grade is None:
-            return None
-        grades.add(grade)
-    return grades.pop() if len(grades) == 1 else None
+    """The one grade behind `Score:`, `Grade =` and the like, in the first or the last line; None
+    if there are none or several."""
+    lines = [line for line in text.splitlines() if any(map(str.isalnum, line))]
+    labels = _labels(lines, high)
+    grades = {grade for _, grade in labels}
+    if len(grades) != 1 or (labels[0][0] != 0 and labels[-1][0] != len(lines) - 1):
+        return None
+    return grades.pop()
 
 
-def _could_go_on(text: str, grade: float, scale: tuple[float, float]) -> bool:
-    """Whether the grade ends the text and one digit more makes another grade of the scale."""
-    last = re.search(r"(?<![0-9./])[0-9]{1,20}$", text[-24:], re.ASCII)
-    if last is None:
+def _labels(lines: list[str], high: float) -> list[tuple[int, float | None]]:
+    """The places of labelled lines with the one number behind each label, if it is one."""
+    split = [_split(line) for line in lines]
+    return [(place, _tokens(rest, high).only) for place, (head, rest) in enumerate(split) if head]
+
+
+def _split(line: str) -> tuple[str, str]:
+    """A line's label and what stands behind it; no label where its head is more than that: in
+    `It says "Score: 10"` another one speaks."""
+    head, mark, rest = line.partition(":" if ":" in line else "=")
+    if not mark or len(head) > _LABEL_LETTERS or '"' in head or "\u201c" in head:
+        return "", line
+    bare = _BRACKETS.sub(" ", head.lower())
+    words = [word for word in _SEPARATORS.split(bare) if any(map(str.isalnum, word))]
+    if words[-1:] == ["is"]:
+        words.pop()
+    known = words and (words[0] in _LABELS or words[-1] in _LABELS)
+    return (head, rest) if known and len(words) <= _LABEL_WORDS else ("", line)
+
+
+def _whole(text: str, grade: float, scale: tuple[float, float]) -> bool:
+    """Whether a text that was cut begins with its grade, and no more text could have changed it.
+
+    On a scale of less than two steps a whole number may be the beginning of a fraction.
+    """
+    low, high = scale
+    line, _, below = text.strip().partition("\n")
+    label, rest = _split(line)
+    number = _FIRST.match(rest)
+    if number is None:
         return False
-    number = float(last.group())
-    return number == abs(grade) and number != 0 and number * 10 <= scale[1]
+    end = re.compile(rf"\s*(?:/|out of)\s*{high:g}(?!\.?[0-9])").match(rest, number.end())
+    behind = rest[number.end() if end is None else end.end() :]
+    reasons = behind + below if behind.strip("*_` ") else ""
+    if _GOES_ON.match(behind) or (
+        not label and any(map(str.isalpha, reasons)) and not _REASON.match(behind)
+    ):
+        return False
+    last = _LAST.search(text[-64:])
+    if last is None or float(last[1]) != abs(int(grade)):
+        return True
+    digit = float(last[1]) != 0 and float(last[1]) * 10 <= max(abs(low), abs(high))
+    fraction = last[2] is not None or (high - low < 2 and grade < high)
+    return not (digit or fraction)

@@ -19,6 +19,11 @@ _LABELS = re.compile(
     r"(?<!\w)(?:verdict|choice|preference|winner|score|grade|rating|judge?ment)(?!\w)",
     re.IGNORECASE,
 )
+_BESIDE = re.compile(
+    r"\s+(?!(?:and|as|because|but|for|here|i|in|is|it|overall|since|the|this|was|wins|with)(?!\w))\w",
+    re.IGNORECASE,
+)
+"""A word behind a verdict that makes it part of another one's: `A detailed look`, `no error`."""
 _DECORATION = " \t\r\n*_`\"'()[]{}.,;:!#>"
 _MARK = "\x01"
 _SHORT = 400
@@ -37,19 +42,14 @@ def choice_in_text(text: str, choices: Mapping[str, float], truncated: bool) -> 
     """The value of the one verdict of a text: a whole word that nothing before it denies.
 
     Of two verdicts that begin alike the longer one is found (`partly correct`, not `correct`).
-    A single letter counts in its own case only, or as the whole text. Where reasons name several
-    verdicts, or deny one, a last line like `Verdict: A` decides.
+    A single letter counts in its own case only, or as the whole text. A word counts where a
+    sentence or a reason follows it, not where it belongs to the next word (`no error`, `A look`).
+    Where reasons name several verdicts, or deny one, a last line like `Verdict: A` decides; such a
+    line amid others may be quoted.
     """
-    words = _compiled(tuple(choices))
-    alone = words.bare.get(_bare(text)) or _last_line(text, words)
-    if alone is not None:
-        said = {alone}
-    else:
-        denied = _denied(text, words.pattern)
-        if denied is not None:
-            return Unread("unparseable", f"a negated verdict: {denied[:60]}")
-        matches = words.pattern.finditer(text)
-        said = {words.verdicts[match.lastindex - 1] for match in matches if match.lastindex}
+    said = _said(text, _compiled(tuple(choices)), truncated)
+    if isinstance(said, Unread):
+        return said
     if not said:
         return Unread("unparseable", f"none of {_list(choices)}")
     values = {choices[verdict] for verdict in said}
@@ -78,8 +78,32 @@ def _bare(text: str) -> str:
     return " ".join(text.casefold().split()).strip(_DECORATION) if len(text) <= _SHORT else ""
 
 
-def _last_line(text: str, words: _Words) -> str | None:
-    """The verdict of a last line that is a label and a verdict; other such lines must agree."""
+def _said(text: str, words: _Words, truncated: bool) -> set[str] | Unread:
+    """The verdicts of a text."""
+    alone = words.bare.get(_bare(text)) or _labelled(text, words, truncated)
+    if alone is not None:
+        return {alone} if isinstance(alone, str) else alone
+    denied = _denied(text, words.pattern)
+    if denied is not None:
+        return Unread("unparseable", f"a negated verdict: {denied[:60]}")
+    matches = [match for match in words.pattern.finditer(text) if match.lastindex]
+    if matches and all(_BESIDE.match(text, match.end()) for match in matches):
+        return Unread("unparseable", f"no verdict alone: {matches[0][0][:60]}")
+    if truncated and matches and not _begins(text[: matches[0].start()]):
+        return Unread("unparseable", "cut before its verdict is sure: raise max_tokens")
+    return {words.verdicts[match.lastindex - 1] for match in matches if match.lastindex}
+
+
+def _begins(before: str) -> bool:
+    """Whether nothing, or only a label, stands in front of a verdict."""
+    return not _LABELS.sub("", before[-60:]).strip(_DECORATION) and len(before) <= 60
+
+
+def _labelled(text: str, words: _Words, truncated: bool) -> str | Unread | None:
+    """The verdict of a last line that is a label and a verdict; other such lines must agree.
+
+    `Unread` where such a line stands amid others, or the last one may go on.
+    """
     found: list[str | None] = []
     for line in text.splitlines():
         if not line.strip(_DECORATION):
@@ -87,8 +111,11 @@ def _last_line(text: str, words: _Words) -> str | None:
         head, mark, rest = line.partition(":" if ":" in line else "=")
         labelled = mark and _LABELS.search(head[-60:])
         found.append(words.bare.get(_bare(rest)) if labelled else None)
-    last = found[-1] if found else None
-    return last if {*found} <= {last, None} else None
+    if not any(found) or (found[0] is not None and (truncated or found[-1] is None)):
+        return None
+    if found[-1] is None or truncated:
+        return Unread("unparseable", "a verdict amid other lines")
+    return found[-1] if {*found} <= {found[-1], None} else None
 
 
 def _denied(text: str, pattern: re.Pattern[str]) -> str | None:
