@@ -24,7 +24,7 @@ from offbeat.cli_score_rows import OUTCOME, Reading
 from offbeat.cli_score_run import Scoring
 from offbeat.cli_score_table import Tallies
 from offbeat.config import Config, RewardSourceSection
-from offbeat.config_file import check_files, load_config
+from offbeat.config_file import check_files, check_no_passwords, load_config
 from offbeat.config_reward import READY_TEMPLATES
 from offbeat.errors import UserError
 
@@ -70,6 +70,7 @@ def score(path: Path, overrides: Sequence[str], options: ScoreOptions, say: Say,
     """
     config = load_config(path, overrides, files=False)
     chosen = choose(config, options.sources)
+    check_no_passwords(chosen.active_rewards, f"{options.output}.progress")
     check_files(chosen, path, rewards_only=True)
     for name, source in chosen.active_rewards.items():
         if source.has_pool:

@@ -233,6 +233,22 @@ def test_mistakes_in_the_command(folder: Path, capsys: pytest.CaptureFixture[str
     assert score(path, folder / "mixed.jsonl", "-o", folder / "m.jsonl") == 0
 
 
+def test_a_password_in_an_address_is_refused_before_it_is_written(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = answers(folder / "a.jsonl")
+    for url in ("http://bob:hunter2@127.0.0.1:1/v1", "bob:hunter2@127.0.0.1:1/v1"):
+        path = config(folder, right=function("right"), judge=judge(url))
+        said = refused(capsys, path, file)
+        assert "reward.judge.base_url holds a user or a password" in said
+        assert "a.scored.jsonl.progress would keep; take it out" in said
+        assert "reward.judge.api_key_env" in said
+        assert "hunter2" not in said
+    holding = [path.name for path in folder.iterdir() if b"hunter2" in path.read_bytes()]
+    assert holding == ["run.toml"], "in the file that the user wrote alone"
+    assert score(path, file, "--sources", "right") == 0, "nothing is written of the others"
+
+
 # -- killed, and run again
 
 
