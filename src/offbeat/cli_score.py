@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.cli_models import check_reward_model
-from offbeat.cli_score_files import check_format, fingerprint, stream, write
+from offbeat.cli_score_files import check_format, fingerprint, part_of, stream, write
 from offbeat.cli_score_progress import Progress
 from offbeat.cli_score_rows import OUTCOME, Reading
 from offbeat.cli_score_run import Scoring
@@ -132,8 +132,16 @@ def _places(options: ScoreOptions) -> tuple[Path, Path]:
     check_format(out, "the output")
     if not out.parent.is_dir():
         raise UserError(f"{out.parent} is no folder; choose another -o")
-    if out.exists() and options.file.exists() and out.samefile(options.file):
-        raise UserError(f"{out} is the file itself; choose another -o")
+    try:
+        if out.exists() and options.file.exists() and out.samefile(options.file):
+            raise UserError(f"{out} is the file itself; choose another -o")
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}; choose another name") from None
+    if part_of(out).is_dir():
+        raise UserError(
+            f"{part_of(out)} is a folder, and {out.name} is made under that name; remove it, or "
+            "choose another -o"
+        )
     progress = out.with_name(f"{out.name}.progress")
     return out, progress
 

@@ -5,6 +5,7 @@ A file that is written appears under its name when it is whole: it is made besid
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -49,14 +50,22 @@ def stream(path: Path) -> Iterator[Row]:
 
 def fingerprint(path: Path) -> str:
     """The sha256 of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}; put it back") from None
+
+
+def part_of(out: Path) -> Path:
+    """The name under which a file is made."""
+    return out.with_name(f"{out.name}.part")
 
 
 def write(out: Path, source: Path, results: Iterator[Result], fields: Mapping[str, Any]) -> None:
     """Writes `source`'s rows with their results, in order, to `out`. `fields` are the arrow types
     of the columns that are added."""
-    part = out.with_name(f"{out.name}.part")
+    part = part_of(out)
     try:
         if out.suffix == ".jsonl":
             with part.open("wb") as file:
@@ -69,10 +78,12 @@ def write(out: Path, source: Path, results: Iterator[Result], fields: Mapping[st
         part.replace(out)
     except OSError as error:
         raise UserError(
-            f"{out} cannot be written: {error}; make room, or choose another -o"
+            f"{out} cannot be written: {error}; make room, and the same command writes it without "
+            "scoring anew"
         ) from None
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

@@ -225,6 +225,12 @@ def test_mistakes_in_the_command(folder: Path, capsys: pytest.CaptureFixture[str
     broken = config(folder, "b.toml", right=function("nothing"))
     assert "has no function nothing" in refused(capsys, broken, file)
     assert not list(folder.glob("*.progress*"))
+    said = refused(capsys, path, file, "--answer-column", "prompt")
+    assert "--answer-column prompt is the prompt's column" in said
+    assert "File name too long" in refused(capsys, path, file, "-o", f"{'x' * 300}.jsonl")
+    (folder / "part.jsonl.part").mkdir()
+    said = refused(capsys, path, file, "-o", folder / "part.jsonl")
+    assert "part.jsonl.part is a folder" in said
     (folder / "mixed.jsonl").write_text(
         '{"prompt": "p", "completion": "c", "x": 1}\n{"prompt": "p", "completion": "c", "x": "y"}\n'
     )
@@ -293,6 +299,22 @@ def test_a_run_that_was_killed_goes_on_and_writes_the_same_bytes(folder: Path, s
     assert out.read_bytes() == whole.read_bytes()
     assert len(marks(folder)) - before < rows * 0.75, "what was scored was not scored again"
     assert not list(folder.glob("out*.progress*"))
+
+
+def test_a_full_disk_keeps_what_was_scored(folder: Path) -> None:
+    path = config(folder, slow=function("slow", "concurrency = 8"))
+    file, out = answers(folder / "a.jsonl", 1000), folder / "out.jsonl"
+    command = [sys.executable, "-m", "offbeat", "score", path, file, "-o", out]
+    limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *map(str, command)]
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2, done.stderr
+    assert f"{out}.progress cannot be written: disk I/O error; make room" in done.stderr
+    assert "of 1000 rows are kept; the same command goes on from there" in done.stderr
+    assert "Traceback" not in done.stderr
+    before = len(marks(folder))
+    assert score(path, file, "-o", out) == 0
+    assert len(read(out)) == 1000
+    assert len(marks(folder)) - before < 1000, "what was scored was not scored again"
 
 
 def test_ctrl_c_keeps_what_was_scored(folder: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
 import sqlite3
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 
 from offbeat import cli_score_rows
 from offbeat.cli_score import choose
-from offbeat.cli_score_files import BATCH_ROWS, stream, write
+from offbeat.cli_score_files import BATCH_ROWS, fingerprint, part_of, stream, write
 from offbeat.cli_score_progress import Progress, difference
 from offbeat.cli_score_rows import Reading, items_of, outcome_of, result_of, rounded
 from offbeat.cli_score_table import Tallies
@@ -75,6 +77,26 @@ def test_counts_of_tokens_as_files_have_them(value: object, tokens: int) -> None
 def test_what_is_no_count_is_refused(value: object) -> None:
     with pytest.raises(UserError, match=r"a.jsonl line 2: completion_tokens = .* a number of tok"):
         list(reading().entries(rows({}, {"completion_tokens": value})))
+
+
+def test_a_prompt_is_not_in_a_column_of_the_answer() -> None:
+    with pytest.raises(UserError, match="--answer-column prompt is the prompt's column"):
+        reading(answer_column="prompt")
+    plain = config()
+    for column, says in (
+        ("completion", "--answer-column comp"),
+        ("finish_reason", "set it to the"),
+    ):
+        data = plain.data.model_copy(update={"prompt_column": column})
+        with pytest.raises(UserError, match=says):
+            reading(plain.model_copy(update={"data": data}))
+
+
+def test_messages_that_hold_more_than_json_can() -> None:
+    message = {"role": "user", "content": "p", "at": datetime(2026, 1, 1)}
+    (entry,) = reading().entries(rows({"prompt": [message]}))
+    assert entry.item is not None
+    assert entry.item.prompt.text == "p"
 
 
 def test_groups_only_where_something_depends_on_them() -> None:
@@ -180,6 +202,21 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [row.columns["reward"] for row in stream(out)] == [0.0, 1.0, 2.0]
 
 
+def test_a_folder_in_the_way_of_a_file(tmp_path: Path) -> None:
+    source, out = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    source.write_text('{"x": 1}\n')
+    part_of(out).mkdir()
+    with pytest.raises(
+        UserError, match=r"cannot be written: .* the same command writes it without"
+    ):
+        write(out, source, results(1), KINDS)
+
+
+def test_a_file_that_is_gone_has_no_fingerprint(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"a.jsonl cannot be read"):
+        fingerprint(tmp_path / "a.jsonl")
+
+
 def test_half_a_surrogate_pair_survives_jsonl(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_text('{"x": "\\ud83d", "y": "\u00e4"}\n{"x": "\u00e4"}\n', encoding="utf-8")
@@ -231,6 +268,52 @@ def test_progress_keeps_rows_and_forgets_failed_ones(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     Progress(path, {"a": 2}).leave()
     assert list(tmp_path.iterdir()) == [], "nothing was in it"
+
+
+@contextlib.contextmanager
+def no_larger_files(size: int) -> Iterator[None]:
+    """Files of this process grow no further than `size`, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_progress_on_a_full_disk_keeps_what_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "out.progress"
+    progress = Progress(path, {"a": 1})
+    progress.put({0: (True, '{"r": 0}')})
+    more = {place: (False, json.dumps({"r": "x" * 5000})) for place in range(1, 60)}
+    with no_larger_files(60_000):
+        for _ in range(2):
+            with pytest.raises(
+                UserError, match=r"out.progress cannot be written: disk I/O error; "
+            ):
+                progress.put(more)
+        assert list(progress.done(2)) == [1, 0]
+        progress.leave()
+    progress = Progress(path, {"a": 1})
+    assert list(progress.results()) == [(0, {"r": 0})]
+    progress.put(more)
+    assert sum(progress.done(60)) == 60
+    progress.leave()
+
+
+def test_progress_that_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "out.progress"
+    progress = Progress(path, {"a": 1})
+    progress.put({place: (False, '{"r": "%s"}' % ("x" * 500)) for place in range(100)})
+    progress.leave()
+    whole = path.read_bytes()
+    half = len(whole) // 2
+    path.write_bytes(whole[:half] + b"\xff" * half)
+    progress = Progress(path, {"a": 1})
+    with pytest.raises(UserError, match=r"out.progress is damaged .*; delete it to begin anew"):
+        list(progress.results())
+    progress.leave()
+    assert path.exists()
 
 
 def test_differences_in_words() -> None:
