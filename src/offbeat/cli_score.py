@@ -1,10 +1,10 @@
 """`offbeat score`: a file of answers through a run's reward sources, before there is a run.
 
-Twice over the file: first every row is looked at, so that a mistake is told before anything starts
-and costs; then rows are read again, scored with a bounded number in flight, and committed to
-OUT.progress. At the end the output is written from the file and the progress, and renamed into
-place. So a run that was killed goes on where it was, and its output has the bytes of one that was
-not.
+Twice over the file: first every row is looked at, and whether the output can hold them, so that a
+mistake is told before anything starts and costs; then rows are read again, scored with a bounded
+number in flight, and committed to OUT.progress. At the end the output is written from the file and
+the progress, and renamed into place. So a run that was killed goes on where it was, and its output
+has the bytes of one that was not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.cli_models import check_reward_model
-from offbeat.cli_score_files import check_format, fingerprint, part_of, stream, write
+from offbeat.cli_score_files import check_fits, check_format, fingerprint, part_of, stream, write
 from offbeat.cli_score_progress import Progress
 from offbeat.cli_score_rows import OUTCOME, Reading
 from offbeat.cli_score_run import Scoring
@@ -79,7 +79,7 @@ def score(path: Path, overrides: Sequence[str], options: ScoreOptions, say: Say,
     reading = Reading(
         config, chosen, options.file, options.answer_column, options.group_column, options.into
     )
-    lines, digest = _survey(reading)
+    lines, digest = _survey(reading, out)
     progress = Progress(progress_path, facts_of(reading, digest))
     try:
         if out.exists() and not any(progress.done(len(lines))):
@@ -146,12 +146,14 @@ def _places(options: ScoreOptions) -> tuple[Path, Path]:
     return out, progress
 
 
-def _survey(reading: Reading) -> tuple[Sequence[int], str]:
-    """The lines of all rows, which can all be scored, and the file's fingerprint."""
+def _survey(reading: Reading, out: Path) -> tuple[Sequence[int], str]:
+    """The lines of all rows, which can all be scored and written, and the file's fingerprint."""
     groups = reading.groups(stream(reading.path))
     lines = array("q", (entry.line for group in groups for entry in group))
     if not lines:
         raise UserError(f"{reading.path} has no rows; give it at least one answer")
+    if out.suffix == ".parquet":
+        check_fits(reading.path, _fields(reading))
     return lines, fingerprint(reading.path)
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,11 @@ def write(out: Path, source: Path, results: Iterator[Result], fields: Mapping[st
             part.unlink()
 
 
+def check_fits(source: Path, fields: Mapping[str, Any]) -> None:
+    """Refuses rows that no parquet file holds, which only writing tells: this writes nowhere."""
+    _write_parquet(pa.MockOutputStream(), source, repeat(dict.fromkeys(fields)), fields)
+
+
 def _line(row: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n"
@@ -94,20 +99,26 @@ def _line(row: Mapping[str, Any]) -> bytes:
 
 
 def _write_parquet(
-    part: Path, source: Path, results: Iterator[Result], fields: Mapping[str, Any]
+    sink: Any, source: Path, results: Iterator[Result], fields: Mapping[str, Any]
 ) -> None:
     schema = _schema(source)
     batches = _batches(source) if source.suffix == ".parquet" else _arrow(source, schema)
     for name, kind in fields.items():
         schema = schema.append(pa.field(name, kind))
-    with pq.ParquetWriter(part, schema) as writer:
-        for batch in batches:
-            found = list(islice(results, batch.num_rows))
-            arrays = [pa.array([r[name] for r in found], kind) for name, kind in fields.items()]
-            writer.write_batch(
-                pa.RecordBatch.from_arrays([*batch.columns, *arrays], schema=schema),
-                row_group_size=BATCH_ROWS,
-            )
+    try:
+        with pq.ParquetWriter(sink, schema) as writer:
+            for batch in batches:
+                found = list(islice(results, batch.num_rows))
+                arrays = [pa.array([r[name] for r in found], kind) for name, kind in fields.items()]
+                writer.write_batch(
+                    pa.RecordBatch.from_arrays([*batch.columns, *arrays], schema=schema),
+                    row_group_size=BATCH_ROWS,
+                )
+    except pa.ArrowException as error:
+        raise UserError(
+            f"{source} does not fit into a parquet file ({error}); write JSONL instead, with -o "
+            "NAME.jsonl"
+        ) from None
 
 
 def _batches(path: Path) -> Iterator[Any]:

@@ -234,8 +234,11 @@ def test_mistakes_in_the_command(folder: Path, capsys: pytest.CaptureFixture[str
     (folder / "mixed.jsonl").write_text(
         '{"prompt": "p", "completion": "c", "x": 1}\n{"prompt": "p", "completion": "c", "x": "y"}\n'
     )
-    mixed = (path, folder / "mixed.jsonl", "-o", folder / "mixed.parquet")
+    marked = config(folder, "marked.toml", slow=function("slow"))
+    mixed = (marked, folder / "mixed.jsonl", "-o", folder / "mixed.parquet")
     assert "do not fit into a parquet column (x: " in refused(capsys, *mixed)
+    assert not marks(folder), "nothing was scored"
+    assert not list(folder.glob("*.progress*"))
     assert score(path, folder / "mixed.jsonl", "-o", folder / "m.jsonl") == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import resource
 import sqlite3
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from offbeat import cli_score_rows
 from offbeat.cli_score import choose
-from offbeat.cli_score_files import BATCH_ROWS, fingerprint, part_of, stream, write
+from offbeat.cli_score_files import BATCH_ROWS, check_fits, fingerprint, part_of, stream, write
 from offbeat.cli_score_progress import Progress, difference
 from offbeat.cli_score_rows import Reading, items_of, outcome_of, result_of, rounded
 from offbeat.cli_score_table import Tallies
@@ -238,6 +239,32 @@ def test_columns_that_come_late_and_widen_fit_into_parquet(tmp_path: Path) -> No
     assert table.schema.field("x").type == pa.float64()
     assert table.column("y").to_pylist().count("z") == BATCH_ROWS
     assert pq.ParquetFile(tmp_path / "b.parquet").num_row_groups == 3
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ([{"x": 1}, {"x": "y"}], "lines 1 to 2 do not fit into a parquet column (x: "),
+        ([{"x": 0}] * BATCH_ROWS + [{"x": {"y": 0}}], "lines 513 to 513 do not fit into a parquet"),
+        ([{"x": 2**60 + 1}] * BATCH_ROWS + [{"x": 0.5}], "lines 1 to 512 do not fit into a parq"),
+        ([{"x": {}}], "a.jsonl does not fit into a parquet file (Cannot write struct type 'x' "),
+    ],
+)
+def test_what_no_parquet_file_holds_is_told_without_one(
+    tmp_path: Path, columns: list[dict[str, Any]], says: str
+) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in columns))
+    with pytest.raises(UserError, match=re.escape(says)) as told:
+        check_fits(source, KINDS)
+    assert str(told.value).endswith("; write JSONL instead, with -o NAME.jsonl")
+    with pytest.raises(UserError, match=re.escape(says)):
+        write(tmp_path / "b.parquet", source, results(len(columns)), KINDS)
+    source.write_text('{"x": 1}\n')
+    check_fits(source, KINDS)
+    write(tmp_path / "c.parquet", source, results(1), KINDS)
+    check_fits(tmp_path / "c.parquet", {"more": pa.float64()})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "c.parquet"]
 
 
 def test_a_parquet_file_that_is_none(tmp_path: Path) -> None:
