@@ -60,7 +60,7 @@ def preflight(
             f"run name exists: {config.run_dir}; choose another with --run, or go on with it: "
             f"offbeat resume {config.run_dir}"
         )
-    check_no_passwords(config)
+    check_no_passwords(config.reward)
     if assumed is None:
         check_local(config.ledger_path)
     check_devices(config, say, assumed)

@@ -111,7 +111,7 @@ def changed_config(
     saved = directory / "config.json"
     before = config_of(directory)
     after = load_config(saved, _placed(overrides, into), files=False, base=before.base_dir)
-    check_no_passwords(after)
+    check_no_passwords(after.reward)
     placed = before.model_copy(update={"run": into.name, "runs_dir": into.parent})
     changes = check_changes(placed, after)
     check_files(after, saved)

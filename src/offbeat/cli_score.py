@@ -1,10 +1,10 @@
 """`offbeat score`: a file of answers through a run's reward sources, before there is a run.
 
-Twice over the file: first every row is looked at, so that a mistake is told before anything starts
-and costs; then rows are read again, scored with a bounded number in flight, and committed to
-OUT.progress. At the end the output is written from the file and the progress, and renamed into
-place. So a run that was killed goes on where it was, and its output has the bytes of one that was
-not.
+Twice over the file: first every row is looked at, and whether the output can hold them, so that a
+mistake is told before anything starts and costs; then rows are read again, scored with a bounded
+number in flight, and committed to OUT.progress. At the end the output is written from the file and
+the progress, and renamed into place. So a run that was killed goes on where it was, and its output
+has the bytes of one that was not.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from offbeat.cli_models import check_reward_model
-from offbeat.cli_score_files import check_format, fingerprint, stream, write
+from offbeat.cli_score_files import check_fits, check_format, fingerprint, part_of, stream, write
 from offbeat.cli_score_progress import Progress
 from offbeat.cli_score_rows import OUTCOME, Reading
 from offbeat.cli_score_run import Scoring
 from offbeat.cli_score_table import Tallies
 from offbeat.config import Config, RewardSourceSection
-from offbeat.config_file import check_files, load_config
+from offbeat.config_file import check_files, check_no_passwords, load_config
 from offbeat.config_reward import READY_TEMPLATES
 from offbeat.errors import UserError
 
@@ -70,6 +70,7 @@ def score(path: Path, overrides: Sequence[str], options: ScoreOptions, say: Say,
     """
     config = load_config(path, overrides, files=False)
     chosen = choose(config, options.sources)
+    check_no_passwords(chosen.active_rewards, f"{options.output}.progress")
     check_files(chosen, path, rewards_only=True)
     for name, source in chosen.active_rewards.items():
         if source.has_pool:
@@ -78,7 +79,7 @@ def score(path: Path, overrides: Sequence[str], options: ScoreOptions, say: Say,
     reading = Reading(
         config, chosen, options.file, options.answer_column, options.group_column, options.into
     )
-    lines, digest = _survey(reading)
+    lines, digest = _survey(reading, out)
     progress = Progress(progress_path, facts_of(reading, digest))
     try:
         if out.exists() and not any(progress.done(len(lines))):
@@ -131,18 +132,28 @@ def _places(options: ScoreOptions) -> tuple[Path, Path]:
     check_format(out, "the output")
     if not out.parent.is_dir():
         raise UserError(f"{out.parent} is no folder; choose another -o")
-    if out.exists() and options.file.exists() and out.samefile(options.file):
-        raise UserError(f"{out} is the file itself; choose another -o")
+    try:
+        if out.exists() and options.file.exists() and out.samefile(options.file):
+            raise UserError(f"{out} is the file itself; choose another -o")
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}; choose another name") from None
+    if part_of(out).is_dir():
+        raise UserError(
+            f"{part_of(out)} is a folder, and {out.name} is made under that name; remove it, or "
+            "choose another -o"
+        )
     progress = out.with_name(f"{out.name}.progress")
     return out, progress
 
 
-def _survey(reading: Reading) -> tuple[Sequence[int], str]:
-    """The lines of all rows, which can all be scored, and the file's fingerprint."""
+def _survey(reading: Reading, out: Path) -> tuple[Sequence[int], str]:
+    """The lines of all rows, which can all be scored and written, and the file's fingerprint."""
     groups = reading.groups(stream(reading.path))
     lines = array("q", (entry.line for group in groups for entry in group))
     if not lines:
         raise UserError(f"{reading.path} has no rows; give it at least one answer")
+    if out.suffix == ".parquet":
+        check_fits(reading.path, _fields(reading))
     return lines, fingerprint(reading.path)
 
 

@@ -5,11 +5,12 @@ A file that is written appears under its name when it is whole: it is made besid
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +50,22 @@ def stream(path: Path) -> Iterator[Row]:
 
 def fingerprint(path: Path) -> str:
     """The sha256 of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}; put it back") from None
+
+
+def part_of(out: Path) -> Path:
+    """The name under which a file is made."""
+    return out.with_name(f"{out.name}.part")
 
 
 def write(out: Path, source: Path, results: Iterator[Result], fields: Mapping[str, Any]) -> None:
     """Writes `source`'s rows with their results, in order, to `out`. `fields` are the arrow types
     of the columns that are added."""
-    part = out.with_name(f"{out.name}.part")
+    part = part_of(out)
     try:
         if out.suffix == ".jsonl":
             with part.open("wb") as file:
@@ -69,10 +78,17 @@ def write(out: Path, source: Path, results: Iterator[Result], fields: Mapping[st
         part.replace(out)
     except OSError as error:
         raise UserError(
-            f"{out} cannot be written: {error}; make room, or choose another -o"
+            f"{out} cannot be written: {error}; make room, and the same command writes it without "
+            "scoring anew"
         ) from None
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
+
+
+def check_fits(source: Path, fields: Mapping[str, Any]) -> None:
+    """Refuses rows that no parquet file holds, which only writing tells: this writes nowhere."""
+    _write_parquet(pa.MockOutputStream(), source, repeat(dict.fromkeys(fields)), fields)
 
 
 def _line(row: Mapping[str, Any]) -> bytes:
@@ -83,20 +99,26 @@ def _line(row: Mapping[str, Any]) -> bytes:
 
 
 def _write_parquet(
-    part: Path, source: Path, results: Iterator[Result], fields: Mapping[str, Any]
+    sink: Any, source: Path, results: Iterator[Result], fields: Mapping[str, Any]
 ) -> None:
     schema = _schema(source)
     batches = _batches(source) if source.suffix == ".parquet" else _arrow(source, schema)
     for name, kind in fields.items():
         schema = schema.append(pa.field(name, kind))
-    with pq.ParquetWriter(part, schema) as writer:
-        for batch in batches:
-            found = list(islice(results, batch.num_rows))
-            arrays = [pa.array([r[name] for r in found], kind) for name, kind in fields.items()]
-            writer.write_batch(
-                pa.RecordBatch.from_arrays([*batch.columns, *arrays], schema=schema),
-                row_group_size=BATCH_ROWS,
-            )
+    try:
+        with pq.ParquetWriter(sink, schema) as writer:
+            for batch in batches:
+                found = list(islice(results, batch.num_rows))
+                arrays = [pa.array([r[name] for r in found], kind) for name, kind in fields.items()]
+                writer.write_batch(
+                    pa.RecordBatch.from_arrays([*batch.columns, *arrays], schema=schema),
+                    row_group_size=BATCH_ROWS,
+                )
+    except pa.ArrowException as error:
+        raise UserError(
+            f"{source} does not fit into a parquet file ({error}); write JSONL instead, with -o "
+            "NAME.jsonl"
+        ) from None
 
 
 def _batches(path: Path) -> Iterator[Any]:

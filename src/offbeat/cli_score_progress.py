@@ -7,6 +7,7 @@ and to one process at a time, also when that is killed.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 from collections.abc import Iterator, Mapping
@@ -45,7 +46,9 @@ class Progress:
                     f"{path} is in use: another offbeat score writes the same output; wait for it, "
                     "or choose another -o"
                 ) from None
-            raise UserError(f"{path} cannot be written: {error}; choose another -o") from None
+            raise UserError(
+                f"{path} cannot be written: {error}; make room, or choose another -o"
+            ) from None
         except sqlite3.DatabaseError as error:
             self._db.close()
             raise UserError(
@@ -79,29 +82,52 @@ class Progress:
     def done(self, rows: int) -> bytearray:
         """1 for each of the rows that is done, else 0."""
         found = bytearray(rows)
-        for (place,) in self._db.execute("SELECT place FROM done"):
-            found[place] = 1
+        with self._told():
+            for (place,) in self._db.execute("SELECT place FROM done"):
+                found[place] = 1
         return found
 
     def put(self, results: Mapping[int, tuple[bool, str]]) -> None:
         """Commits rows: whether a source failed, and the result as JSON."""
         rows = [(place, failed, result) for place, (failed, result) in results.items()]
-        self._db.execute("BEGIN IMMEDIATE")
-        self._db.executemany("INSERT OR REPLACE INTO done VALUES (?, ?, ?)", rows)
-        self._db.execute("COMMIT")
+        with self._told():
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.executemany("INSERT OR REPLACE INTO done VALUES (?, ?, ?)", rows)
+            self._db.execute("COMMIT")
 
     def forget_failed(self) -> int:
         """Drops the rows in which a source failed; returns how many."""
-        return self._db.execute("DELETE FROM done WHERE failed").rowcount
+        with self._told():
+            return self._db.execute("DELETE FROM done WHERE failed").rowcount
 
     def results(self) -> Iterator[tuple[int, Any]]:
         """Places and results in the file's order."""
-        for place, result in self._db.execute("SELECT place, result FROM done ORDER BY place"):
-            yield place, json.loads(result)
+        with self._told():
+            found = self._db.execute("SELECT place, result FROM done ORDER BY place")
+            yield from ((place, json.loads(result)) for place, result in found)
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """Makes one sentence of what SQLite meets; what was committed before stays."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            if self._db.in_transaction:
+                with contextlib.suppress(sqlite3.Error):
+                    self._db.execute("ROLLBACK")
+            if isinstance(error, sqlite3.OperationalError):
+                raise UserError(
+                    f"{self._path} cannot be written: {error}; make room, and the same command "
+                    "goes on"
+                ) from None
+            raise UserError(f"{self._path} is damaged ({error}); delete it to begin anew") from None
 
     def leave(self) -> None:
         """Closes it, to be gone on from; deletes it if nothing is in it."""
-        if self._empty():
+        empty = False
+        with contextlib.suppress(sqlite3.Error):
+            empty = self._empty()
+        if empty:
             self.remove()
         else:
             self._db.close()

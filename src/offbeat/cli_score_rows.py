@@ -52,6 +52,20 @@ class Reading:
     group_column: str | None
     into: str
 
+    def __post_init__(self) -> None:
+        """Refuses a prompt in a column that is read as the answer's."""
+        prompt = self.config.data.prompt_column
+        if prompt == self.answer_column:
+            raise UserError(
+                f"--answer-column {prompt} is the prompt's column (data.prompt_column); name the "
+                "column of the answers"
+            )
+        if prompt in _OF_ANSWER:
+            raise UserError(
+                f"data.prompt_column = {prompt!r} is the name of a column that says something of "
+                "the answer; set it to the prompt's, renamed if need be"
+            )
+
     @property
     def grouped(self) -> bool:
         """Whether a source's scores or the total depend on a row's group."""
@@ -109,7 +123,7 @@ class Reading:
         item = None
         if names:
             item = ScoreItem(prompt, answer, self._finish(row), self._tokens(row))
-        return Entry(place, row.line, json.dumps([self._group(row), names]), item)
+        return Entry(place, row.line, json.dumps([self._group(row), names], default=str), item)
 
     def _names(self, columns: Mapping[str, Any]) -> tuple[str, ...]:
         """The chosen sources that score a row with these columns."""

@@ -139,6 +139,6 @@ class Scoring:
 
     def _save(self) -> None:
         """Commits what has been scored: milliseconds, as a commit waits for no disk."""
-        pending, self._pending = self._pending, {}
-        if pending:
-            self._progress.put(pending)
+        if self._pending:
+            self._progress.put(self._pending)
+            self._pending = {}

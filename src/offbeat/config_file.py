@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,9 @@ from offbeat.errors import UserError
 Raw = dict[str, Any]
 Origins = dict[str, str]
 S = TypeVar("S", bound=Section)
+
+_WITH_USER = re.compile(r"[^/@]*/*[^/]*@")
+"""How an address begins that holds a user, also one whose `http://` is missing or misspelt."""
 
 
 def load_config(
@@ -114,14 +118,16 @@ def check_files(
         absent(f"the environment variable {variable}")
 
 
-def check_no_passwords(config: Config) -> None:
-    """Refuses addresses that hold a password: a run's directory keeps its configuration."""
-    for name, source in config.reward.items():
-        if any("@" in url.partition("://")[2].partition("/")[0] for url in source.base_urls):
+def check_no_passwords(
+    sources: Mapping[str, RewardSourceSection], keeper: str = "the run's config.json"
+) -> None:
+    """Refuses addresses that hold a password: `keeper`, a file, holds what these sources are."""
+    for name, source in sources.items():
+        if any(_WITH_USER.match(url) for url in source.base_urls):
             raise UserError(
-                f"reward.{name}.base_url holds a user or a password, which the run's config.json "
-                "would keep; take it out of the address, put the server's key into an environment "
-                f"variable, and name that with reward.{name}.api_key_env"
+                f"reward.{name}.base_url holds a user or a password, which {keeper} would keep; "
+                "take it out of the address, put the server's key into an environment variable, "
+                f"and name that with reward.{name}.api_key_env"
             )
 
 

@@ -63,7 +63,7 @@ def jsonl_rows(path: Path) -> Iterator[Row]:
                     continue
                 try:
                     columns = json.loads(line)
-                except (json.JSONDecodeError, RecursionError) as error:
+                except (ValueError, RecursionError) as error:
                     raise UserError(
                         f"{path} line {number} is not JSON ({error}); mend or remove that line"
                     ) from None

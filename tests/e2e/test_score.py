@@ -225,12 +225,37 @@ def test_mistakes_in_the_command(folder: Path, capsys: pytest.CaptureFixture[str
     broken = config(folder, "b.toml", right=function("nothing"))
     assert "has no function nothing" in refused(capsys, broken, file)
     assert not list(folder.glob("*.progress*"))
+    said = refused(capsys, path, file, "--answer-column", "prompt")
+    assert "--answer-column prompt is the prompt's column" in said
+    assert "File name too long" in refused(capsys, path, file, "-o", f"{'x' * 300}.jsonl")
+    (folder / "part.jsonl.part").mkdir()
+    said = refused(capsys, path, file, "-o", folder / "part.jsonl")
+    assert "part.jsonl.part is a folder" in said
     (folder / "mixed.jsonl").write_text(
         '{"prompt": "p", "completion": "c", "x": 1}\n{"prompt": "p", "completion": "c", "x": "y"}\n'
     )
-    mixed = (path, folder / "mixed.jsonl", "-o", folder / "mixed.parquet")
+    marked = config(folder, "marked.toml", slow=function("slow"))
+    mixed = (marked, folder / "mixed.jsonl", "-o", folder / "mixed.parquet")
     assert "do not fit into a parquet column (x: " in refused(capsys, *mixed)
+    assert not marks(folder), "nothing was scored"
+    assert not list(folder.glob("*.progress*"))
     assert score(path, folder / "mixed.jsonl", "-o", folder / "m.jsonl") == 0
+
+
+def test_a_password_in_an_address_is_refused_before_it_is_written(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = answers(folder / "a.jsonl")
+    for url in ("http://bob:hunter2@127.0.0.1:1/v1", "bob:hunter2@127.0.0.1:1/v1"):
+        path = config(folder, right=function("right"), judge=judge(url))
+        said = refused(capsys, path, file)
+        assert "reward.judge.base_url holds a user or a password" in said
+        assert "a.scored.jsonl.progress would keep; take it out" in said
+        assert "reward.judge.api_key_env" in said
+        assert "hunter2" not in said
+    holding = [path.name for path in folder.iterdir() if b"hunter2" in path.read_bytes()]
+    assert holding == ["run.toml"], "in the file that the user wrote alone"
+    assert score(path, file, "--sources", "right") == 0, "nothing is written of the others"
 
 
 # -- killed, and run again
@@ -277,6 +302,22 @@ def test_a_run_that_was_killed_goes_on_and_writes_the_same_bytes(folder: Path, s
     assert out.read_bytes() == whole.read_bytes()
     assert len(marks(folder)) - before < rows * 0.75, "what was scored was not scored again"
     assert not list(folder.glob("out*.progress*"))
+
+
+def test_a_full_disk_keeps_what_was_scored(folder: Path) -> None:
+    path = config(folder, slow=function("slow", "concurrency = 8"))
+    file, out = answers(folder / "a.jsonl", 1000), folder / "out.jsonl"
+    command = [sys.executable, "-m", "offbeat", "score", path, file, "-o", out]
+    limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *map(str, command)]
+    done = subprocess.run(limited, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2, done.stderr
+    assert f"{out}.progress cannot be written: disk I/O error; make room" in done.stderr
+    assert "of 1000 rows are kept; the same command goes on from there" in done.stderr
+    assert "Traceback" not in done.stderr
+    before = len(marks(folder))
+    assert score(path, file, "-o", out) == 0
+    assert len(read(out)) == 1000
+    assert len(marks(folder)) - before < 1000, "what was scored was not scored again"
 
 
 def test_ctrl_c_keeps_what_was_scored(folder: Path) -> None:

@@ -89,6 +89,7 @@ def test_jsonl_lines_are_counted_with_blank_ones(tmp_path: Path) -> None:
     ("content", "words"),
     [
         (b'{"prompt": "a"}\n{"prompt": \n', ["line 2", "not JSON"]),
+        (b'{"prompt": "a"}\n{"x": ' + b"9" * 5000 + b"}\n", ["line 2", "not JSON", "4300 digits"]),
         (b'{"prompt": "a"}\n[1]\n', ["line 2", "no JSON object"]),
         (b'{"prompt": "\xff"}\n', ["UTF-8"]),
         (b"\n", ["no rows"]),

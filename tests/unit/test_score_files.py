@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import resource
 import sqlite3
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from hypothesis import strategies as st
 
 from offbeat import cli_score_rows
 from offbeat.cli_score import choose
-from offbeat.cli_score_files import BATCH_ROWS, stream, write
+from offbeat.cli_score_files import BATCH_ROWS, check_fits, fingerprint, part_of, stream, write
 from offbeat.cli_score_progress import Progress, difference
 from offbeat.cli_score_rows import Reading, items_of, outcome_of, result_of, rounded
 from offbeat.cli_score_table import Tallies
@@ -75,6 +78,26 @@ def test_counts_of_tokens_as_files_have_them(value: object, tokens: int) -> None
 def test_what_is_no_count_is_refused(value: object) -> None:
     with pytest.raises(UserError, match=r"a.jsonl line 2: completion_tokens = .* a number of tok"):
         list(reading().entries(rows({}, {"completion_tokens": value})))
+
+
+def test_a_prompt_is_not_in_a_column_of_the_answer() -> None:
+    with pytest.raises(UserError, match="--answer-column prompt is the prompt's column"):
+        reading(answer_column="prompt")
+    plain = config()
+    for column, says in (
+        ("completion", "--answer-column comp"),
+        ("finish_reason", "set it to the"),
+    ):
+        data = plain.data.model_copy(update={"prompt_column": column})
+        with pytest.raises(UserError, match=says):
+            reading(plain.model_copy(update={"data": data}))
+
+
+def test_messages_that_hold_more_than_json_can() -> None:
+    message = {"role": "user", "content": "p", "at": datetime(2026, 1, 1)}
+    (entry,) = reading().entries(rows({"prompt": [message]}))
+    assert entry.item is not None
+    assert entry.item.prompt.text == "p"
 
 
 def test_groups_only_where_something_depends_on_them() -> None:
@@ -180,6 +203,21 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [row.columns["reward"] for row in stream(out)] == [0.0, 1.0, 2.0]
 
 
+def test_a_folder_in_the_way_of_a_file(tmp_path: Path) -> None:
+    source, out = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    source.write_text('{"x": 1}\n')
+    part_of(out).mkdir()
+    with pytest.raises(
+        UserError, match=r"cannot be written: .* the same command writes it without"
+    ):
+        write(out, source, results(1), KINDS)
+
+
+def test_a_file_that_is_gone_has_no_fingerprint(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"a.jsonl cannot be read"):
+        fingerprint(tmp_path / "a.jsonl")
+
+
 def test_half_a_surrogate_pair_survives_jsonl(tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_text('{"x": "\\ud83d", "y": "\u00e4"}\n{"x": "\u00e4"}\n', encoding="utf-8")
@@ -201,6 +239,32 @@ def test_columns_that_come_late_and_widen_fit_into_parquet(tmp_path: Path) -> No
     assert table.schema.field("x").type == pa.float64()
     assert table.column("y").to_pylist().count("z") == BATCH_ROWS
     assert pq.ParquetFile(tmp_path / "b.parquet").num_row_groups == 3
+
+
+@pytest.mark.parametrize(
+    ("columns", "says"),
+    [
+        ([{"x": 1}, {"x": "y"}], "lines 1 to 2 do not fit into a parquet column (x: "),
+        ([{"x": 0}] * BATCH_ROWS + [{"x": {"y": 0}}], "lines 513 to 513 do not fit into a parquet"),
+        ([{"x": 2**60 + 1}] * BATCH_ROWS + [{"x": 0.5}], "lines 1 to 512 do not fit into a parq"),
+        ([{"x": {}}], "a.jsonl does not fit into a parquet file (Cannot write struct type 'x' "),
+    ],
+)
+def test_what_no_parquet_file_holds_is_told_without_one(
+    tmp_path: Path, columns: list[dict[str, Any]], says: str
+) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in columns))
+    with pytest.raises(UserError, match=re.escape(says)) as told:
+        check_fits(source, KINDS)
+    assert str(told.value).endswith("; write JSONL instead, with -o NAME.jsonl")
+    with pytest.raises(UserError, match=re.escape(says)):
+        write(tmp_path / "b.parquet", source, results(len(columns)), KINDS)
+    source.write_text('{"x": 1}\n')
+    check_fits(source, KINDS)
+    write(tmp_path / "c.parquet", source, results(1), KINDS)
+    check_fits(tmp_path / "c.parquet", {"more": pa.float64()})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "c.parquet"]
 
 
 def test_a_parquet_file_that_is_none(tmp_path: Path) -> None:
@@ -231,6 +295,52 @@ def test_progress_keeps_rows_and_forgets_failed_ones(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     Progress(path, {"a": 2}).leave()
     assert list(tmp_path.iterdir()) == [], "nothing was in it"
+
+
+@contextlib.contextmanager
+def no_larger_files(size: int) -> Iterator[None]:
+    """Files of this process grow no further than `size`, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_progress_on_a_full_disk_keeps_what_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "out.progress"
+    progress = Progress(path, {"a": 1})
+    progress.put({0: (True, '{"r": 0}')})
+    more = {place: (False, json.dumps({"r": "x" * 5000})) for place in range(1, 60)}
+    with no_larger_files(60_000):
+        for _ in range(2):
+            with pytest.raises(
+                UserError, match=r"out.progress cannot be written: disk I/O error; "
+            ):
+                progress.put(more)
+        assert list(progress.done(2)) == [1, 0]
+        progress.leave()
+    progress = Progress(path, {"a": 1})
+    assert list(progress.results()) == [(0, {"r": 0})]
+    progress.put(more)
+    assert sum(progress.done(60)) == 60
+    progress.leave()
+
+
+def test_progress_that_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "out.progress"
+    progress = Progress(path, {"a": 1})
+    progress.put({place: (False, '{"r": "%s"}' % ("x" * 500)) for place in range(100)})
+    progress.leave()
+    whole = path.read_bytes()
+    half = len(whole) // 2
+    path.write_bytes(whole[:half] + b"\xff" * half)
+    progress = Progress(path, {"a": 1})
+    with pytest.raises(UserError, match=r"out.progress is damaged .*; delete it to begin anew"):
+        list(progress.results())
+    progress.leave()
+    assert path.exists()
 
 
 def test_differences_in_words() -> None:

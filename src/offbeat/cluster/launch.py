@@ -99,7 +99,7 @@ async def _run(
     resumed: Resume | None,
     last: LastResort,
 ) -> Outcome:
-    check_no_passwords(config)
+    check_no_passwords(config.reward)
     signals = Signals(config.cluster.grace_seconds, last)
     go_on = None if resumed is None else resumed.go_on
     run = RunSpec(
