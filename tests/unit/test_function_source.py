@@ -20,7 +20,7 @@ from offbeat.errors import UserError
 from offbeat.records import Prompt, Reward, ScoreItem
 from offbeat.reward.function import FunctionSource, load_function
 
-CODE = """
+CODE = '''
 import asyncio, os, sys, time
 from neighbour import HELP
 
@@ -59,6 +59,44 @@ def odd(prompts, completions):
         return []
     return [answers.get(c, 0.25) for c in completions]
 
+class Rude:
+    """Raises at whatever is asked of it."""
+
+    def rude(self, *_):
+        raise RuntimeError("ask me nothing")
+
+    __repr__ = __str__ = __float__ = __len__ = __iter__ = __getitem__ = rude
+
+    @property
+    def __class__(self):
+        raise RuntimeError("ask me nothing")
+
+class Lazy(list):
+    """Says that it has values."""
+
+    def __iter__(self):
+        yield 0.25
+        raise RuntimeError("no more of them")
+
+def rude(prompts, completions):
+    import numpy
+    nested = []
+    nested.append(nested)
+    values = {"rude": Rude(), "exits": type("E", (), {"__float__": lambda _: sys.exit(4)})(),
+              "nested": nested, "array": numpy.zeros(2), "dict": {("a", 1): Rude()}}
+    wholes = {"whole": Rude(), "lazy": Lazy([1]), "scalar": numpy.array(0.5), "more": Lazy()}
+    for text, whole in wholes.items():
+        if text in completions:
+            return whole
+    if "unraised" in completions:
+        raise type("Mine", (BaseException,), {"__str__": Rude.rude})
+    return [values.get(c, 0.25) for c in completions]
+
+async def exits(prompts, completions):
+    if "exit" in completions:
+        sys.exit("bye")
+    return [float(os.getpid())] * len(completions)
+
 def scalar(prompts, completions):
     return 1.0
 
@@ -83,7 +121,7 @@ def one(prompts):
     return [1.0]
 
 number = 3
-"""
+'''
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +248,31 @@ def test_whole_result_of_another_type(folder: Path) -> None:
     (reward,) = scored(folder, "scalar", ["a"])
     assert reward.cause == "bad_result"
     assert "float" in reward.reason
+
+
+def test_whatever_is_returned_the_worker_goes_on(folder: Path) -> None:
+    texts = ["a", "rude", "exits", "nested", "array", "dict", "whole", "lazy", "scalar", "more"]
+    first, *odd, last = scored(folder, "rude", [*texts, "z"])
+    assert (first.value, last.value) == (0.25, 0.25)
+    assert {reward.cause for reward in odd} == {"bad_result"}
+    reasons = dict(zip(texts[1:], [reward.reason for reward in odd], strict=True))
+    assert reasons["rude"] == "<Rude> is not a number (ask me nothing)"
+    assert reasons["exits"].endswith("is not a number (4)")
+    assert reasons["nested"] == "[[...]] is not a number"
+    assert reasons["whole"] == "returned Rude that is no list (ask me nothing)"
+    assert reasons["lazy"] == "returned Lazy that is no list (no more of them)"
+    (raised,) = scored(folder, "rude", ["unraised"])
+    assert raised.cause == "raised"
+    assert raised.reason.startswith("Mine: <Mine> (rewards.py:")
+
+
+def test_an_exit_in_what_is_awaited_ends_no_worker(folder: Path) -> None:
+    async def body(source: FunctionSource) -> list[Reward]:
+        return [(await source.score([item(text)]))[0] for text in ("a", "exit", "b")]
+
+    before, exited, after = with_source(folder, "exits", body)
+    assert exited.cause == "raised"
+    assert before.value == after.value
 
 
 def test_a_hanging_call_is_killed_and_others_go_on(folder: Path) -> None:
