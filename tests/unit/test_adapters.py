@@ -90,6 +90,36 @@ def odd(data_source, solution_str, ground_truth, extra_info):
         time.sleep(60)
     return {"none": None, "text": "7", "nan": float("nan")}.get(solution_str, 0.25)
 
+class Rude(dict):
+    """Raises at whatever is asked of it."""
+
+    def rude(self, *_):
+        raise RuntimeError("ask me nothing")
+
+    __repr__ = __str__ = __float__ = __iter__ = keys = items = rude
+
+def rude(solution_str, **kwargs):
+    nested = {}
+    nested["self"] = nested
+    return {
+        "key": {"score": 1.0, ("a", 1): 2, "right": True},
+        "words": {"score": 1.0, "why": Rude, "half": "\\ud800", "by": {("a",): 1}},
+        "value": {"score": 1.0, "more": {1: object.__new__(type("Mute", (), {"__str__": 3}))}},
+        "nested": {"score": 1.0, "more": nested},
+        "score": {"score": Rude({1: 2})},
+        "whole": Rude({"score": 1.0}),
+    }[solution_str]
+
+async def leaves(solution_str, **kwargs):
+    if solution_str == "exit":
+        raise SystemExit("bye")
+    if solution_str == "cancel":
+        raise asyncio.CancelledError
+    if solution_str == "stop":
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(5)
+    return 1.0
+
 async def slowly(data_source, solution_str, ground_truth, extra_info):
     if solution_str == "raise":
         raise KeyError(data_source)
@@ -243,6 +273,26 @@ def test_verl_dicts_keep_the_rest_as_text(folder: Path) -> None:
     assert (without.status, without.cause) == ("failed", "bad_result")
     assert without.reason == "returned a dict without score"
     assert without.raw == '{"acc": 1}'
+
+
+def test_verl_dicts_that_are_no_json_are_written_as_well_as_they_can_be(folder: Path) -> None:
+    texts = ["key", "words", "value", "nested", "score", "whole"]
+    key, words, value, nested, score, whole = scored(folder, "verl", "rude", texts)
+    assert values([key, words, value, nested]) == [1.0] * 4
+    assert json.loads(key.raw) == {"score": 1.0, "('a', 1)": 2, "right": True}
+    found = json.loads(words.raw)
+    assert (found["half"], found["by"]) == ("?", "{('a',): 1}")
+    assert json.loads(value.raw)["more"] == {"1": "<Mute>"}
+    assert json.loads(nested.raw)["more"] == "{'self': {...}}"
+    assert (score.cause, whole.cause) == ("bad_result", "bad_result")
+    assert whole.reason == "returned Rude that cannot be read (ask me nothing)"
+
+
+def test_verl_async_functions_that_leave_take_nobody_along(folder: Path) -> None:
+    found = scored(folder, "verl", "leaves", ["yes", "exit", "cancel", "yes"], retries=0)
+    assert [reward.cause for reward in found] == [None, "raised", "raised", None]
+    found = scored(folder, "verl", "leaves", ["stop"])
+    assert found[0].cause == "raised"
 
 
 def test_verl_functions_that_take_less_and_more(folder: Path) -> None:

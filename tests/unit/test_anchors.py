@@ -330,7 +330,8 @@ class Source:
             raise ZeroDivisionError("of the source")
         if self.lost:
             self.lost -= 1
-            return [Reward.failed("s", "replica_lost") for _ in items]
+            cause = "untried" if self.lost == 1 else "replica_lost"
+            return [Reward.failed("s", cause) for _ in items]
         return [Reward.scored("s", float(item.completion[1:-1])) for item in items]
 
 

@@ -328,8 +328,30 @@ def test_a_text_that_a_scorer_cannot_take_fails_alone(error: Exception) -> None:
 def test_a_scorer_that_fails_at_everything_is_not_asked_for_each() -> None:
     broken = FakeScorer(error=RuntimeError("out of memory"))
     found = scored([broken], [item("a") for _ in range(20)], retries=0)
-    assert {r.cause for r in found} == {"unavailable"}
+    assert [r.cause for r in found] == ["unavailable"] * 3 + ["untried"] * 17
+    assert "out of memory" in found[-1].reason
     assert broken.batches == [20, 1, 1, 1]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("odd token"), RequestRefused("odd token")])
+def test_texts_that_a_scorer_cannot_take_take_no_other_along(error: Exception) -> None:
+    class Choosy(FakeScorer):
+        async def logits(self, items: Sequence[ScoreItem]) -> list[Logit]:
+            if any(one.completion == "odd" for one in items):
+                raise error
+            return await super().logits(items)
+
+    async def main() -> list[float | None]:
+        config = section("m", retries=0)
+        source = DisRM("scorer", config, [Choosy()])
+        loop = await RewardLoop.create({"scorer": source}, {"scorer": config})
+        try:
+            found = await loop.score_group([item(text) for text in [*["odd"] * 5, "a", "bb"]])
+        finally:
+            await loop.stop()
+        return [one.total for one in found]
+
+    assert asyncio.run(main()) == [None] * 5 + [1.0, 2.0]
 
 
 def test_whatever_breaks_one_batch_the_next_one_is_served(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ import pytest
 from offbeat.config import RewardSourceSection
 from offbeat.errors import UserError
 from offbeat.records import Prompt, Reward, ScoreItem
-from offbeat.reward.function import FunctionSource, load_function
+from offbeat.reward import function as module
+from offbeat.reward.function import FunctionSource, WorkerFailed, load_function
+from offbeat.reward.loop import RewardLoop
 
-CODE = """
+CODE = '''
 import asyncio, os, sys, time
 from neighbour import HELP
 
@@ -59,6 +61,44 @@ def odd(prompts, completions):
         return []
     return [answers.get(c, 0.25) for c in completions]
 
+class Rude:
+    """Raises at whatever is asked of it."""
+
+    def rude(self, *_):
+        raise RuntimeError("ask me nothing")
+
+    __repr__ = __str__ = __float__ = __len__ = __iter__ = __getitem__ = rude
+
+    @property
+    def __class__(self):
+        raise RuntimeError("ask me nothing")
+
+class Lazy(list):
+    """Says that it has values."""
+
+    def __iter__(self):
+        yield 0.25
+        raise RuntimeError("no more of them")
+
+def rude(prompts, completions):
+    import numpy
+    nested = []
+    nested.append(nested)
+    values = {"rude": Rude(), "exits": type("E", (), {"__float__": lambda _: sys.exit(4)})(),
+              "nested": nested, "array": numpy.zeros(2), "dict": {("a", 1): Rude()}}
+    wholes = {"whole": Rude(), "lazy": Lazy([1]), "scalar": numpy.array(0.5), "more": Lazy()}
+    for text, whole in wholes.items():
+        if text in completions:
+            return whole
+    if "unraised" in completions:
+        raise type("Mine", (BaseException,), {"__str__": Rude.rude})
+    return [values.get(c, 0.25) for c in completions]
+
+async def exits(prompts, completions):
+    if "exit" in completions:
+        sys.exit("bye")
+    return [float(os.getpid())] * len(completions)
+
 def scalar(prompts, completions):
     return 1.0
 
@@ -83,7 +123,7 @@ def one(prompts):
     return [1.0]
 
 number = 3
-"""
+'''
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +148,17 @@ def scored(folder: Path, name: str, completions: list[str], **settings: Any) -> 
     return with_source(folder, name, body, **settings)
 
 
+def section_of(name: str, **settings: Any) -> RewardSourceSection:
+    spec = name if ":" in name else f"rewards.py:{name}"
+    return RewardSourceSection.model_validate(
+        {"kind": "function", "function": spec, "deadline_seconds": 20} | settings
+    )
+
+
 def with_source(
     folder: Path, name: str, body: Callable[[FunctionSource], Awaitable[Any]], **settings: Any
 ) -> Any:
-    spec = name if ":" in name else f"rewards.py:{name}"
-    section = RewardSourceSection.model_validate(
-        {"kind": "function", "function": spec, "deadline_seconds": 20} | settings
-    )
+    section = section_of(name, **settings)
 
     async def main() -> Any:
         source = FunctionSource("rule", section, folder)
@@ -212,12 +256,93 @@ def test_whole_result_of_another_type(folder: Path) -> None:
     assert "float" in reward.reason
 
 
+def test_whatever_is_returned_the_worker_goes_on(folder: Path) -> None:
+    texts = ["a", "rude", "exits", "nested", "array", "dict", "whole", "lazy", "scalar", "more"]
+    first, *odd, last = scored(folder, "rude", [*texts, "z"])
+    assert (first.value, last.value) == (0.25, 0.25)
+    assert {reward.cause for reward in odd} == {"bad_result"}
+    reasons = dict(zip(texts[1:], [reward.reason for reward in odd], strict=True))
+    assert reasons["rude"] == "<Rude> is not a number (ask me nothing)"
+    assert reasons["exits"].endswith("is not a number (4)")
+    assert reasons["nested"] == "[[...]] is not a number"
+    assert reasons["whole"] == "returned Rude that is no list (ask me nothing)"
+    assert reasons["lazy"] == "returned Lazy that is no list (no more of them)"
+    (raised,) = scored(folder, "rude", ["unraised"])
+    assert raised.cause == "raised"
+    assert raised.reason.startswith("Mine: <Mine> (rewards.py:")
+
+
+def test_an_exit_in_what_is_awaited_ends_no_worker(folder: Path) -> None:
+    async def body(source: FunctionSource) -> list[Reward]:
+        return [(await source.score([item(text)]))[0] for text in ("a", "exit", "b")]
+
+    before, exited, after = with_source(folder, "exits", body)
+    assert exited.cause == "raised"
+    assert before.value == after.value
+
+
 def test_a_hanging_call_is_killed_and_others_go_on(folder: Path) -> None:
     start = time.monotonic()
     rewards = scored(folder, "odd", ["fine", "hang", "fine"], deadline_seconds=1)
     assert [reward.value for reward in rewards] == [0.25, None, 0.25]
     assert rewards[1].cause == "timeout"
     assert time.monotonic() - start < 30
+
+
+class StubWorker:
+    """Answers at once, and is late where it is told to hang."""
+
+    one_by_one, pid = False, None
+
+    def __init__(self, *_: Any) -> None:
+        self.sizes: list[int] = []
+
+    async def start(self) -> None: ...
+
+    async def kill(self) -> None: ...
+
+    async def call(self, items: Sequence[ScoreItem], deadline: float) -> dict[str, Any]:
+        self.sizes.append(len(items))
+        if any(one.completion == "hang" for one in items):
+            raise WorkerFailed("timeout", "the function took too long")
+        outcomes = [{"value": 0.25} for _ in items]
+        return {"outcomes": outcomes, "start": 0.0, "end": 0.0, "cpu": 0.0}
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> StubWorker:
+    worker = StubWorker()
+    monkeypatch.setattr(module, "WorkerProcess", lambda *_: worker)
+    return worker
+
+
+def test_samples_that_hang_take_no_other_along(folder: Path, stub: StubWorker) -> None:
+    async def body(source: FunctionSource) -> list[Reward]:
+        loop = RewardLoop({"rule": source}, {"rule": section_of("odd", retries=0)})
+        items = [item(text) for text in [*["hang"] * 3, "fine", "good"]]
+        return [one.rewards["rule"] for one in await loop.score_group(items)]
+
+    *hung, fine, good = with_source(folder, "odd", body)
+    assert stub.sizes[:4] == [5, 1, 1, 1]
+    assert [(reward.cause, reward.retries) for reward in hung] == [("timeout", 0)] * 3
+    assert [(reward.value, reward.retries) for reward in (fine, good)] == [(0.25, 1)] * 2
+
+
+def test_a_function_that_hangs_on_everything_is_not_asked_for_each(
+    folder: Path, stub: StubWorker
+) -> None:
+    hung = scored(folder, "odd", ["hang"] * 20)
+    assert stub.sizes == [20, 1, 1, 1]
+    assert [reward.cause for reward in hung] == ["timeout"] * 3 + ["untried"] * 17
+    assert hung[-1].reason.endswith("its call failed: the function took too long")
+
+
+def test_answers_are_set_against_timeouts(folder: Path, stub: StubWorker) -> None:
+    """As long as a call is answered here and there it is gone through to its end."""
+    texts = ["fine"] * 5 + ["hang"] * 7 + ["fine"] * 2
+    found = scored(folder, "odd", texts)
+    assert [reward.value for reward in found] == [{"fine": 0.25}.get(text) for text in texts]
+    assert scored(folder, "odd", ["fine", *["hang"] * 4, "fine"])[-1].cause == "untried"
 
 
 def test_calls_shrink_when_all_samples_are_in_time_and_their_call_is_not(

@@ -140,6 +140,12 @@ def test_a_chat_template_that_refuses_a_conversation_fails_by_name(tmp_path: Pat
         ("<s> $A", {"chat": True}, "<s>3456789</s>"),
         ("$A", {"chat": True}, "23456789</s>"),
         ("<s> $A </s>", {"chat": True}, "<s>3456789</s>"),
+        ("$A", {"template": "<s>{{ answer }}"}, "<s>23456789"),
+        ("<s> $A", {"template": "<s>{{ answer }}"}, "<s>23456789"),
+        ("$A </s>", {"template": "<s>{{ answer }}"}, "<s>3456789</s>"),
+        ("<s> $A </s>", {"template": "<s>{{ answer }}"}, "<s>3456789</s>"),
+        ("$A", {"template": "<s>{{ answer }}</s>"}, "<s>3456789</s>"),
+        ("$A", {"template": "{{ answer }}</s>"}, "23456789</s>"),
     ],
 )
 def test_a_cut_takes_the_front_and_leaves_beginning_and_end(

@@ -27,6 +27,7 @@ from offbeat.records import (
     ScoreItem,
     Span,
 )
+from offbeat.reward.function import WorkerFailed, WorkerProcess
 from offbeat.reward.loop import Scored
 from offbeat.rollout import checker as checker_module
 from offbeat.rollout.checker import Checker
@@ -370,6 +371,30 @@ def test_what_breaks_the_checker_is_unscored_and_its_neighbours_are_not(
     assert check(functions, "odd", ["x", "raise", "y", "none", "nan"]) == [1, None, 1, None, None]
     assert check(functions, "odd", ["x", "exit", "y"]) == [1, None, 1]
     assert check(functions, "odd", ["hang", "x", "raise"]) == [None, 1, None]
+
+
+def test_a_checker_that_hangs_takes_bounded_time_and_no_neighbour_along(
+    functions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    async def call(self: WorkerProcess, items: Sequence[ScoreItem], deadline: float) -> Any:
+        sizes.append(len(items))
+        if any(item.completion == "hang" for item in items):
+            raise WorkerFailed("timeout", "too late")
+        return {"outcomes": [{"value": 1.0} for _ in items]}
+
+    monkeypatch.setattr(checker_module.WorkerProcess, "call", call)
+    texts = ["x", *["hang"] * 4, "y", "z"]
+    for _ in range(len(texts)):
+        texts = [*texts[1:], texts[0]]
+        assert check(functions, "odd", texts) == [None if t == "hang" else 1 for t in texts]
+    texts = [*["hang"] * 16, *["x"] * 48]
+    assert check(functions, "odd", texts) == [None] * 16 + [1] * 48
+    sizes.clear()
+    with pytest.raises(UserError, match=r"failed on all 64 .* too late"):
+        check(functions, "odd", ["hang"] * 64)
+    assert sizes == [64, 1, 1, 1, 61, 1, 1, 1]
 
 
 def test_a_checker_that_fails_on_everything_or_is_none_is_the_users_to_mend(

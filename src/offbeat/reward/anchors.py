@@ -24,6 +24,7 @@ from offbeat.records import Reward, ScoreItem
 from offbeat.reward.anchor_files import Anchor
 from offbeat.reward.replicas import LOST
 from offbeat.reward.source import RewardSource
+from offbeat.reward.waiting import UNTRIED
 from offbeat.track.ranks import RankCorrelation
 
 CALLS_AT_ONCE = 4
@@ -31,7 +32,7 @@ CALLS_AT_ONCE = 4
 LOOK_SECONDS = 600.0
 """A look takes no longer, whatever the source's own deadline comes to."""
 TRIES = 3
-"""Of a call that is lost with its replica."""
+"""Of a call that is lost with its replica, or left untried when others broke it."""
 DRIFTED = 0.25
 """Drift worth a warning, in standard deviations of the anchors' values at the first look."""
 HALF_NORMAL = math.sqrt(2 / math.pi)
@@ -213,7 +214,7 @@ class Anchors:
                     rewards = await self._sources[name].score(items)
                     if len(rewards) != len(items):
                         raise ValueError(f"{len(rewards)} rewards for {len(items)} answers")
-                    if not any(reward.cause == LOST for reward in rewards):
+                    if not any(reward.cause in {LOST, UNTRIED} for reward in rewards):
                         break
                 return rewards
         except TimeoutError:

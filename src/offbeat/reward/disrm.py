@@ -26,13 +26,14 @@ from offbeat.reward.replicas import RESTARTS, Replicas
 from offbeat.reward.scorer import TransformersScorer
 from offbeat.reward.source import Logit, Scorer
 from offbeat.reward.template import TemplateFailed
-from offbeat.reward.waiting import Waiter, WaitingLine
+from offbeat.reward.waiting import Waiter, WaitingLine, untried
 
 __all__ = ["DisRM", "TransformersScorer"]
 
 STOP_SECONDS = 10.0
-FAILURES_ON_END = 3
-"""As many samples of a batch, scored alone, fail on end before the rest is given up."""
+MORE_FAILURES = 3
+"""So many samples more of a batch, scored alone, fail than are answered before the rest is left
+untried."""
 
 
 class DisRM:
@@ -160,17 +161,21 @@ class DisRM:
                 waiter.give(self._reward(logit))
 
     async def _apart(self, waiters: Sequence[Waiter], cause: str, reason: str) -> None:
-        """After a batch that failed as a whole: each sample alone, for it may be one's own."""
+        """After a batch that failed as a whole: each sample alone, for it may be one's own.
+
+        A scorer that fails at everything is not asked for each; the reward loop asks again for
+        those that were left.
+        """
         if len(waiters) == 1:
             waiters[0].give(self._failed(cause, reason))
             return
         vain = 0
         for waiter in waiters:
-            if vain < FAILURES_ON_END:
+            if vain < MORE_FAILURES:
                 await self._batch([waiter])
-                vain = vain + 1 if self._is_unavailable(waiter) else 0
+                vain += 1 if self._is_unavailable(waiter) else -1
             else:
-                waiter.give(self._failed(cause, reason))
+                waiter.give(untried(self._name, reason))
 
     @staticmethod
     def _is_unavailable(waiter: Waiter) -> bool:

@@ -3,6 +3,10 @@
 Samples that wait are scored in one call. A call that fails as a whole (an exception, a wrong
 length, a timeout, a dead worker) is taken apart: each of its samples is scored alone, so one
 sample's trouble never becomes its neighbour's. A worker that hangs is killed and replaced.
+
+Limit: when three samples more of a call time out than are answered, its rest is not waited for. It
+fails as `untried`, for which the reward loop asks again. So a function that hangs on everything
+holds a call for four deadlines, not for one of each sample.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from offbeat.errors import OffbeatError, UserError
 from offbeat.records import Reward, ScoreItem, Span
 from offbeat.reward.function_style import Calls, Outcome, RewardFunction, Style
 from offbeat.reward.loader import load_function
-from offbeat.reward.waiting import Waiter, WaitingLine
+from offbeat.reward.waiting import Waiter, WaitingLine, untried
 
 __all__ = ["FunctionSource", "RewardFunction", "WorkerProcess", "calls_of", "load_function"]
 
@@ -35,8 +39,9 @@ LARGEST_CALL = 1_000_000
 START_SECONDS = 120.0
 STOP_SECONDS = 5.0
 PIPE_BYTES = 2**24
-TIMEOUTS_ON_END = 3
-"""As many samples of a call, scored alone, time out on end before the rest is given up."""
+MORE_TIMEOUTS = 3
+"""So many samples more of a call, scored alone, time out than are answered before the rest is left
+untried."""
 
 log = logging.getLogger(__name__)
 _HEADER = struct.Struct(">Q")
@@ -271,8 +276,11 @@ class FunctionSource:
             return
         late, seconds = 0, 0.0
         for waiter in waiters:
-            alone = await self._try(number, [waiter]) if late < TIMEOUTS_ON_END else failure
-            late = late + 1 if alone is not None and alone.cause == "timeout" else 0
+            if late >= MORE_TIMEOUTS:
+                waiter.give(untried(self._name, failure.reason))
+                continue
+            alone = await self._try(number, [waiter])
+            late += 1 if alone is not None and alone.cause == "timeout" else -1
             if alone is not None:
                 waiter.give(alone)
             else:

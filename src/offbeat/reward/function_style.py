@@ -3,6 +3,9 @@
 Standard library only: worker processes import it and start fast. Whatever the style, an answer is a
 list of outcomes, one a sample: `{"value": number | None}`, perhaps with `raw`, its text; or
 `{"cause", "reason"}`. A call that failed as a whole is one `{"cause", "reason"}` alone.
+
+Invariant: whatever a function raises or returns becomes an outcome, also an object that raises at
+all that is asked of it. Only what ends the process outright does so.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import json
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,11 +99,14 @@ class Caller:
             return {"outcomes": self._each(calls, run)}
         try:
             result = self._offbeat(calls) if self.style == "offbeat" else self._trl(calls)
-            if inspect.isawaitable(result):
+            if _is_awaitable(result):
                 result = run(result)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # boundary
             return {"cause": "raised", "reason": reason_of(error)}
-        return _listed(result, len(calls.completions))
+        try:
+            return _listed(result, len(calls.completions))
+        except BaseException as error:  # boundary
+            return _bad(f"returned {type(result).__name__} that is no list ({_text(error)})")
 
     def _offbeat(self, calls: Calls) -> Any:
         taken = accepted(self.function, calls.columns, calls.special(), skip=2)
@@ -130,19 +137,25 @@ class Caller:
     def _each(self, calls: Calls, run: Run) -> list[Outcome]:
         """verl's function scores a sample alone; async ones are awaited together."""
         outcomes: list[Any] = [self._guarded(calls, i) for i in range(len(calls.completions))]
-        waiting = [i for i, outcome in enumerate(outcomes) if inspect.isawaitable(outcome)]
+        waiting = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, _Waiting)]
         if waiting:
-            found = run(_gathered([outcomes[i] for i in waiting]))
-            for i, result in zip(waiting, found, strict=True):
-                raised = isinstance(result, BaseException)
-                outcomes[i] = _raised(result) if raised else result
+            for i, result in zip(waiting, self._awaited(outcomes, waiting, run), strict=True):
+                outcomes[i] = result
         return [_outcome(outcome) for outcome in outcomes]
+
+    def _awaited(self, outcomes: Sequence[Any], waiting: Sequence[int], run: Run) -> list[Any]:
+        try:
+            found: list[Any] = run(_gathered([outcomes[i].result for i in waiting]))
+        except BaseException as error:  # boundary
+            return [_Raised(reason_of(error))] * len(waiting)
+        return found
 
     def _guarded(self, calls: Calls, i: int) -> Any:
         try:
-            return self._verl(calls, i)
-        except (Exception, SystemExit) as error:
-            return _raised(error)
+            result = self._verl(calls, i)
+            return _Waiting(result) if _is_awaitable(result) else result
+        except BaseException as error:  # boundary
+            return _Raised(reason_of(error))
 
     def _verl(self, calls: Calls, i: int) -> Any:
         row = {name: values[i] for name, values in calls.columns.items()}
@@ -164,6 +177,13 @@ class _Raised:
     """What a function raised for one sample, told apart from what it may return."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """What a function returned for one sample, to be awaited."""
+
+    result: Awaitable[Any]
 
 
 def accepted(
@@ -198,7 +218,7 @@ def reason_of(error: BaseException) -> str:
     raised = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in raised if not frame.filename.startswith(inner)]
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {str(error)[:500]}{place}"
+    return f"{type(error).__name__}: {_text(error)[:500]}{place}"
 
 
 # -- what comes back -----------------------------------------------------------------------------
@@ -207,46 +227,87 @@ def reason_of(error: BaseException) -> str:
 def _listed(result: Any, wanted: int) -> dict[str, Any]:
     sized = hasattr(result, "__len__") and hasattr(result, "__iter__")
     if not sized or isinstance(result, str | bytes | Mapping):
-        reason = f"returned {type(result).__name__} instead of a list"
-        return {"cause": "bad_result", "reason": reason}
-    if len(result) != wanted:
-        reason = f"returned {len(result)} values for {wanted} completions"
-        return {"cause": "bad_result", "reason": reason}
-    return {"outcomes": [_plain(value) for value in result]}
+        return _bad(f"returned {type(result).__name__} instead of a list")
+    if (count := len(result)) == wanted:
+        values = list(islice(result, wanted + 1))
+        count = len(values)  # not always what it says
+    if count != wanted:
+        return _bad(f"returned {count} values for {wanted} completions")
+    return {"outcomes": [_plain(value) for value in values]}
 
 
 def _outcome(result: Any) -> Outcome:
     """A result of verl's: a number, or a dict with a score, of which the rest is kept as text."""
     if isinstance(result, _Raised):
         return {"cause": "raised", "reason": result.reason}
-    if not isinstance(result, Mapping):
-        return _plain(result)
-    raw = json.dumps(dict(result), ensure_ascii=False, default=str)[:RAW_KEPT]
-    if "score" not in result:
-        return {"cause": "bad_result", "reason": "returned a dict without score", "raw": raw}
-    return _plain(result["score"]) | {"raw": raw}
+    try:
+        if not isinstance(result, Mapping):
+            return _plain(result)
+        items = dict(result)
+        raw = _raw(items)
+        if "score" not in items:
+            return _bad("returned a dict without score") | {"raw": raw}
+        return _plain(items["score"]) | {"raw": raw}
+    except BaseException as error:  # boundary
+        return _bad(f"returned {type(result).__name__} that cannot be read ({_text(error)})")
 
 
 def _plain(value: Any) -> Outcome:
     if value is None:
         return {"value": None}
-    odd = {"cause": "bad_result", "reason": f"{value!r:.80} is not a number"}
-    if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
-        return odd
+    why = ""
     try:
-        return {"value": float(value)}
+        if not isinstance(value, str | bytes) and hasattr(type(value), "__float__"):
+            return {"value": float(value)}
     except OverflowError:
         return {"value": float("inf")}
-    except (TypeError, ValueError) as error:
-        return {"cause": "bad_result", "reason": f"{value!r:.80} is not a number ({error})"}
+    except BaseException as error:  # boundary
+        why = f" ({_text(error)})"
+    return _bad(f"{_text(value, repr):.80} is not a number{why}")
 
 
-def _raised(error: BaseException) -> _Raised:
-    return _Raised(reason_of(error))
+def _bad(reason: str) -> Outcome:
+    return {"cause": "bad_result", "reason": reason}
+
+
+def _raw(items: Mapping[Any, Any]) -> str:
+    """As JSON, with the text of what JSON does not have."""
+    pairs = (f"{_json(_text(key))}: {_json(value)}" for key, value in items.items())
+    return f"{{{', '.join(pairs)}}}"[:RAW_KEPT]
+
+
+def _json(value: Any) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=_text)
+    except BaseException:  # boundary
+        text = json.dumps(_text(value), ensure_ascii=False)
+    return _text(text)
+
+
+def _text(value: Any, words: Callable[[Any], str] = str) -> str:
+    """The text of whatever it is, such as every file takes: no half of a character."""
+    try:
+        return words(value).encode("utf-8", "replace").decode("utf-8")
+    except BaseException:  # boundary
+        return f"<{type(value).__name__}>"
+
+
+def _is_awaitable(result: Any) -> bool:
+    try:
+        return inspect.isawaitable(result)
+    except BaseException:  # boundary
+        return False
 
 
 async def _gathered(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    return await asyncio.gather(*awaitables, return_exceptions=True)
+    return await asyncio.gather(*(_awaited(one) for one in awaitables))
+
+
+async def _awaited(awaitable: Awaitable[Any]) -> Any:
+    try:
+        return await awaitable
+    except BaseException as error:  # boundary
+        return _Raised(reason_of(error))
 
 
 def _unlogged(*_: Any, **__: Any) -> None:

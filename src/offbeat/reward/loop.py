@@ -7,10 +7,11 @@
 
 Invariants: each source that the row picks gives exactly one typed outcome per sample; a failure is
 retried in one place only (calls of a `base_url` by its endpoint pool, all else by this loop) and
-is never a number; a call that was lost with its replica is asked again, whatever `retries` says;
-per source, scored + abstained + failed equals the samples seen. One loop serves training,
-validation and `offbeat score`, each in a scope of its own: their counts are kept apart. The loop
-owns no task beyond a call; deadlines of calls are the sources' own.
+is never a number; a sample that was lost with its replica, or left untried when others broke its
+call, is asked again, whatever `retries` says; per source, scored + abstained + failed equals the
+samples seen. One loop serves training, validation and `offbeat score`, each in a scope of its own:
+their counts are kept apart. The loop owns no task beyond a call; deadlines of calls are the
+sources' own.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from offbeat.reward.replicas import LOST
 from offbeat.reward.source import RewardSource
 from offbeat.reward.stats import Counters, SourceStats
 from offbeat.reward.together import together
+from offbeat.reward.waiting import UNTRIED
 from offbeat.reward.watch import SourceWatch
 from offbeat.track.transcripts import TranscriptWriter
 
@@ -44,9 +46,11 @@ DETERMINISTIC = frozenset({"too_long", "template_error"})
 """Causes that the same sample meets again: retrying them is a waste."""
 READINGS = frozenset({"unparseable", "out_of_range", "no_majority"})
 """Causes in the words of a judge, which another draw may not have."""
+OF_OTHERS = frozenset({LOST, UNTRIED})
+"""Causes that tell nothing of the sample: its replica died, or others of its call took the time."""
 LOST_LIMIT = 2
-"""Times that a sample is asked again because its replica died. One that lost three replicas is
-likelier what kills them than a victim."""
+"""Times that a sample is asked again for them. One that lost three replicas is likelier what kills
+them than a victim, and a function that leaves a sample untried three times hangs on nearly all."""
 TRAIN = "train"
 
 Rewards = dict[str, Reward]
@@ -306,10 +310,10 @@ class RewardLoop:
         retries = lost = 0
         rewards = await self._ask(name, items)
         while all(_worth_retrying(reward, section) for reward in rewards):
-            died = any(reward.cause == LOST for reward in rewards)
-            if died and lost < LOST_LIMIT:
+            spared = any(reward.cause in OF_OTHERS for reward in rewards)
+            if spared and lost < LOST_LIMIT:
                 lost += 1
-            elif not died and retries < budget:
+            elif not spared and retries < budget:
                 retries += 1
             else:
                 break

@@ -142,11 +142,14 @@ class RowEncoder:
 
     def _cut(self, ids: list[int], text: str) -> list[int]:
         """The end of a row that is too long, behind its beginning of sequence."""
-        if not self._section.chat:
-            short = self.tokenizer(text, truncation=True, max_length=self.limit)["input_ids"]
-            return list(short)
-        head = ids[:1] if ids[0] == self.tokenizer.bos_token_id else []
-        return head + ids[len(ids) - self.limit + len(head) :]
+        if self._section.chat:
+            short = ids[len(ids) - self.limit :]
+        else:  # as the tokenizer cuts, which keeps what it puts around every text
+            cut = self.tokenizer(text, truncation=True, max_length=self.limit)
+            short = list(cut["input_ids"])
+        if ids[0] == self.tokenizer.bos_token_id:
+            short[0] = ids[0]  # a template may have written it
+        return short
 
     def _harmless(self, answer: str) -> str:
         """The answer with a space within each special token that it spells out."""

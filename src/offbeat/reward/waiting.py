@@ -10,6 +10,10 @@ from dataclasses import dataclass
 
 from offbeat.records import Reward, ScoreItem
 
+UNTRIED = "untried"
+"""The cause of a sample whose call failed as a whole, and that was not scored alone: others of the
+call used up what is spent on that. It is never the sample's own fault."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiter:
@@ -22,6 +26,11 @@ class Waiter:
         """Answers, unless whoever asked has gone."""
         if not self.answer.done():
             self.answer.set_result(reward)
+
+
+def untried(source: str, reason: str) -> Reward:
+    """The outcome of a sample that was not scored alone when its call failed for `reason`."""
+    return Reward.failed(source, UNTRIED, reason=f"not scored alone; its call failed: {reason}")
 
 
 class WaitingLine:

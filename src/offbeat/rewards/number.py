@@ -6,12 +6,17 @@ import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
+_BOX = re.compile(r"\\boxed\s*\{\s*((?:(?!\\boxed\s*\{)[^\n])*)")
 _FINAL = (
-    re.compile(r"####[ \t]*([^\n]*)"),
-    re.compile(r"\\boxed\s*\{([^\n]*)"),
+    re.compile(r"####[ \t]*((?:(?!####[ \t]*[^\s#])[^\n])*)"),
+    _BOX,
     re.compile(r"^[ \t>*_#]*(?:A|(?:[Ff]inal )?[Aa]nswer)[*_]*:[*_]*[ \t]*([^\n]*)", re.MULTILINE),
 )
-"""Where an answer says which its last word is, strongest first: GSM8K's data, LaTeX, a line."""
+"""Where an answer says which its last word is, strongest first: GSM8K's data, LaTeX, a line.
+
+What a mark marks ends where the next one of its kind begins, or with the line. A `####` with
+nothing behind it in its line only closes a heading.
+"""
 
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*(\d{1,40})\s*\}\s*\{\s*(\d{1,40})\s*\}")
 _NUMBER = re.compile(
@@ -48,11 +53,15 @@ def exact_number(
 
 
 def final_part(text: str) -> str | None:
-    """What a text marks as its final answer, to the line's end; None where nothing is marked."""
+    """What a text marks last as its final answer, of a box what is in it, else to the line's end.
+
+    None where nothing is marked.
+    """
     for mark in _FINAL:
         found = mark.findall(text)
         if found:
-            return str(found[-1])
+            part = str(found[-1])
+            return _boxed(part) if mark is _BOX else part
     return None
 
 
@@ -73,6 +82,16 @@ def numbers(text: str) -> Iterator[Fraction]:
     for match in _NUMBER.finditer(_FRACTION.sub(r"\1/\2", text)):
         if (number := _value(match)) is not None:
             yield number
+
+
+def _boxed(text: str) -> str:
+    """Up to the brace that closes the box; all of it where none does."""
+    depth = 1
+    for brace in re.finditer(r"\\[{}]|[{}]", text):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return text[: brace.start()]
+    return text
 
 
 def _value(match: re.Match[str]) -> Fraction | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,8 +25,12 @@ SETTING = "validate.function"
 AT_ONCE = 64
 """Completions of one call."""
 CALL_SECONDS = 60.0
-TIMEOUTS_ON_END = 3
-"""As many completions of a call, checked alone, time out on end before the rest is given up."""
+MORE_TIMEOUTS = 3
+"""So many completions more of a call, checked alone, time out than are answered before the rest is
+called together again."""
+ROUNDS = 2
+"""Calls that a completion is in before it fails with others: one that hangs on everything takes
+eight of `CALL_SECONDS` for a part."""
 
 Values = list[float | str | None]
 
@@ -72,19 +77,23 @@ class Checker:
         """Ends the process."""
         await self._worker.kill()
 
-    async def _part(self, items: Sequence[ScoreItem]) -> Values:
+    async def _part(self, items: Sequence[ScoreItem], rounds: int = ROUNDS) -> Values:
         """One call, taken apart where it fails as a whole. Failures are texts."""
         values, cause = await self._call(items)
         if cause is None or len(items) == 1:
             return values
-        found: Values = []
+        # In no order: answers to one prompt are neighbours, and may all hang.
+        untried = random.Random(0).sample(range(len(items)), len(items))
         late = 0
-        for item in items:
-            if late < TIMEOUTS_ON_END:
-                values, cause = await self._call([item])
-                late = late + 1 if cause == "timeout" else 0
-            found += values
-        return found
+        while untried and late < MORE_TIMEOUTS:
+            place = untried.pop()
+            (values[place],), cause = await self._call([items[place]])
+            late += 1 if cause == "timeout" else -1
+        if untried and rounds > 1:
+            found = await self._part([items[place] for place in untried], rounds - 1)
+            for place, value in zip(untried, found, strict=True):
+                values[place] = value
+        return values
 
     async def _call(self, items: Sequence[ScoreItem]) -> tuple[Values, str | None]:
         """The values, and the cause where the call as a whole failed."""
