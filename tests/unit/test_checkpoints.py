@@ -100,11 +100,24 @@ def test_a_damaged_one_that_is_passed_over_is_told_once(tmp_path, caplog):
 def test_newest_first_and_every_nth_stay(tmp_path):
     for step in (0, *range(3, 13)):
         save(tmp_path, step)
-    gone = checkpoint.prune(tmp_path, 2, 5)
+    gone = checkpoint.prune(tmp_path, 12, 2, 5)
     left = [checkpoint.version_of(path) for path in checkpoint.all_checkpoints(tmp_path)]
     assert left == [0, 5, 10, 11, 12]
     assert [checkpoint.version_of(path) for path in gone] == [3, 4, 6, 7, 8, 9]
     assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_a_damaged_one_that_was_passed_over_takes_nobodys_place(tmp_path):
+    for step in (0, 5, 10):
+        save(tmp_path, step)
+    (tmp_path / "step-000010" / checkpoint.OPTIMIZER).unlink()
+    assert checkpoint.newest_valid(tmp_path) == tmp_path / "step-000005"
+    save(tmp_path, 6)
+    assert checkpoint.prune(tmp_path, 6, 1) == [tmp_path / "step-000005"]
+    assert checkpoint.newest_valid(tmp_path) == tmp_path / "step-000006"
+    save(tmp_path, 7)
+    assert checkpoint.prune(tmp_path, 7, 2) == []
+    assert checkpoint.newest_valid(tmp_path) == tmp_path / "step-000007"
 
 
 def test_what_was_being_replaced_comes_back(tmp_path):

@@ -184,10 +184,14 @@ def version_of(path: Path) -> int:
     return _step(path)
 
 
-def prune(folder: Path, keep: int, every: int = 0) -> list[Path]:
-    """Removes all but the newest `keep`, the first, and those whose step `every` divides (0: none);
-    returns what it removed."""
-    paths = all_checkpoints(folder)
+def prune(folder: Path, newest: int, keep: int, every: int = 0) -> list[Path]:
+    """Removes all but the newest `keep` up to step `newest`, the first, and those whose step
+    `every` divides (0: none); returns what it removed.
+
+    One of a later step is damaged: whoever goes on from a checkpoint takes the newest that is not.
+    It is left alone, and counts for nothing.
+    """
+    paths = [path for path in all_checkpoints(folder) if _step(path) <= newest]
     doomed = paths[1:-keep] if keep < len(paths) else []
     doomed = [path for path in doomed if every == 0 or _step(path) % every]
     for path in doomed:

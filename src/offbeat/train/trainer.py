@@ -216,7 +216,7 @@ class Trainer:
             checkpoint.write(path, state, fill)
             if path.name == checkpoint.checkpoint_name(self._step):
                 train = config.train
-                checkpoint.prune(path.parent, train.keep_checkpoints, train.keep_every)
+                checkpoint.prune(path.parent, self._step, train.keep_checkpoints, train.keep_every)
 
     def drain_spans(self) -> list[Span]:
         """Compute spans since the last call."""
