@@ -240,8 +240,7 @@ class AsyncLoop:
     async def _revive(self, dead: list[RoleDied]) -> None:
         """Starts dead roles again: the rollouter first, which has the books; then the trainer,
         which redoes what is recorded after its checkpoint. Engines get weights anew."""
-        roles = {died.role for died in dead}
-        if not roles:
+        if not (roles := {died.role for died in dead}):
             return
         checkpoint = await self._newest(self.config.run_dir / "checkpoints")
         version = 0 if checkpoint is None else version_of(checkpoint)
@@ -249,6 +248,7 @@ class AsyncLoop:
         if "rollouter" in roles:
             call = self.rollouter.restart(version, self.trained_steps)
             await self._rollouter("restart", call, seconds)
+            self.recorder.rewards_begin_anew()
             for booked in self._booked.items():  # it may not have committed them
                 await self._rollouter("books", self.rollouter.trained(*booked))
         if "trainer" in roles:

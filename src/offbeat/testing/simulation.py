@@ -228,7 +228,7 @@ class Silent:
     def _nothing(self, *_: Any, **__: Any) -> None:
         """Telemetry never changes training."""
 
-    say = step = validation = anchors = books = tail = _nothing
+    say = step = validation = anchors = books = tail = rewards_begin_anew = _nothing
 
 
 async def _gone(*tasks: asyncio.Task[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -153,17 +154,18 @@ class Recorder:
         self._health = Health(sources)
         self._truth = TruthWatch(self._health.deviation)
         self._boundary = TelemetryBoundary("health")
-        self._resumed = False
+        self._counts_are_whole = True
         self._stats = RunStats(bound, self.started)
         self._console = Console(total_steps, stream, replicas=replicas, started=started)
 
     def recall(self) -> None:
         """Takes what earlier starts of this run have recorded; reads the disk."""
-        self._resumed = True
-        with self._stats.boundary:
-            path = self.run_dir / FILE_NAME
-            for record in read_metrics(path) if path.exists() else ():
-                self._stats.feed(record)
+        self.rewards_begin_anew()
+        recall(self._stats, self.run_dir)
+
+    def rewards_begin_anew(self) -> None:
+        """Another rollouter than the run's first one counts what reward sources say."""
+        self._counts_are_whole = False
 
     def begin(self, step: int, lineage: int) -> None:
         """This start begins with the weights after `step` steps."""
@@ -269,11 +271,11 @@ class Recorder:
 
     def books(self, counts: Mapping[str, Any], rewards: Mapping[str, SourceFacts]) -> None:
         """At the end, also of a failed run: the ledger's counts, and the reward sources' own,
-        which hold also what was scored for groups that were discarded. After a resume these are
-        of this start alone: then outcomes are counted over the steps."""
+        which hold also what was scored for groups that were discarded. After a resume, or the
+        rollouter's death, these are not the whole run's: outcomes are counted over the steps."""
         self._stats.groups = dict(counts)
         found = {name: _outcome(source) for name, source in rewards.items()}
-        if self._resumed:
+        if not self._counts_are_whole:
             left_out = ("scored", "abstained", "failed")
             found = {n: {k: v for k, v in o.items() if k not in left_out} for n, o in found.items()}
         self._stats.outcomes = found
@@ -324,6 +326,14 @@ class Recorder:
         return summary
 
 
+def recall(stats: RunStats, run_dir: Path) -> None:
+    """Feeds `stats` what a run has recorded; reads the disk."""
+    with stats.boundary:
+        path = run_dir / FILE_NAME
+        for record in read_metrics(path) if path.exists() else ():
+            stats.feed(record)
+
+
 def _outcome(source: SourceFacts) -> dict[str, Any]:
     """Counts of a source, and what its judge's calls cost if it made any."""
     counts: dict[str, Any] = {
@@ -371,7 +381,7 @@ def reward_record(batch: Batch) -> tuple[dict[str, float | None], dict[str, Any]
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+    return math.fsum(values) / len(values) if values else None
 
 
 def _pause(spans: Sequence[Span], report: SyncFacts) -> float:
@@ -380,6 +390,7 @@ def _pause(spans: Sequence[Span], report: SyncFacts) -> float:
         span.end - span.start
         for span in spans
         if span.kind == "pause"
+        and span.role == "rollout"  # engines of a validation load versions, too
         and span.replica == report.replica
         and span.version == report.version
     ) or (report.end - report.start)
