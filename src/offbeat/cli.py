@@ -111,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--model", type=Path, help="model directory; default: [model].path")
     _add_score(add("score", _score, "score a file of answers with a run's reward sources"))
     plot = add("plot", _plot, "draw a run's curves", config=False)
-    plot.add_argument("run_dir", type=Path, metavar="RUN", help="a run's directory")
+    plot.add_argument("run_dir", type=Path, metavar="RUN", help="a run's directory, or its name")
     plot.add_argument("-o", "--out", type=Path, required=True, help="PNG file to write")
     add("doctor", _doctor, "say what is installed, whether it fits, and the mends", config=False)
     return parser
@@ -246,11 +246,10 @@ def _score(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _plot(options: argparse.Namespace, overrides: list[str]) -> int:
-    if not options.run_dir.is_dir():
-        raise UserError(f"{options.run_dir} is no run directory; name one under runs/")
+    from offbeat.cli_resume import find_run
     from offbeat.track.plot import plot
 
-    plot(options.run_dir, options.out)
+    plot(find_run(options.run_dir), options.out)
     print(f"wrote {options.out}")
     return 0
 

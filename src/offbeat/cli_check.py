@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import time
 from collections.abc import Container, Mapping, Sequence
 from itertools import islice
@@ -63,6 +64,7 @@ def preflight(
     check_no_passwords(config.reward)
     if assumed is None:
         check_local(config.ledger_path)
+        _check_folders(config)
     check_devices(config, say, assumed)
     check_engines(config, say, assumed=assumed is not None)
     elsewhere = assumed is not None
@@ -89,6 +91,21 @@ def _rows(config: Config, split: Split, elsewhere: bool) -> Sequence[Row]:
     if elsewhere and path is not None and not path.exists():
         return []
     return select_rows(config, split)[1]
+
+
+def _check_folders(config: Config) -> None:
+    """What a run will make must be able to be there."""
+    places = {"runs_dir": config.run_dir, "ledger_dir": config.ledger_path.parent}
+    if config.weights.folder is not None:
+        places["weights.folder"] = config.weights.folder
+    for setting, folder in places.items():
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            what = "cannot be written to" if there.is_dir() else "is no folder"
+            raise UserError(
+                f"{setting}: {folder} cannot be made, as {there} {what}; set it to a folder that "
+                "can be written to"
+            )
 
 
 def _check_columns(config: Config, rows: Sequence[Row], warn: Say) -> None:

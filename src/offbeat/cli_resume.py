@@ -18,6 +18,7 @@ from typing import Any
 
 from offbeat.cluster.specs import GoOn
 from offbeat.config import Config
+from offbeat.config_base import RUN_NAME
 from offbeat.config_file import check_files, check_no_passwords, load_config
 from offbeat.config_resume import check_changes
 from offbeat.errors import UserError
@@ -26,7 +27,7 @@ from offbeat.train.checkpoint import all_checkpoints, newest_valid, version_of
 
 Say = Callable[[str], None]
 RUNS = Path("runs")
-NAME = re.compile(r"[A-Za-z0-9._-]+")
+NAME = re.compile(RUN_NAME)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from offbeat.config_base import (
     NO_DEVICES,
     NO_ROOM,
     ONE_DEVICE,
+    RUN_NAME,
     Dtype,
     EngineName,
     MemoryShare,
@@ -201,7 +202,7 @@ class TrainSection(Section):
 class Config(Section):
     """A whole run."""
 
-    run: str = Field(pattern=r"^[A-Za-z0-9._-]+$", description="name; the folder under runs_dir")
+    run: str = Field(pattern=RUN_NAME, description="name; the folder under runs_dir")
     base_dir: Path = Field(
         Path("."), description="where package.module:name is looked up; default: the file's folder"
     )
@@ -211,7 +212,7 @@ class Config(Section):
         description="folder on a local disk of the driver's node for the ledger, where runs_dir is "
         "on a network file system; default: the run's directory",
     )
-    seed: int = Field(0, description="of order, engines and everything random")
+    seed: int = Field(0, ge=0, lt=2**63, description="of order, engines and everything random")
     model: ModelSection
     data: DataSection
     rollout: RolloutSection = RolloutSection.model_validate({})

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -12,6 +13,9 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Dtype = Literal["float32", "bfloat16", "auto"]
 EngineName = Literal["transformers", "vllm"]
 MemoryShare = Annotated[float, Field(gt=0, le=1)]
+
+RUN_NAME = r"^[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*$"
+"""Of a run: the folder's name, so not "." or "..", which are others."""
 
 NO_DEVICES = "{} = 0 would make a pool of zero devices for {}; set it to 1 or more"
 ONE_DEVICE = (
@@ -37,3 +41,30 @@ class Section(BaseModel):
         populate_by_name=True,
         allow_inf_nan=False,
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """`steps = true` is no 1: it is read as a word, which numbers refuse."""
+        assert info.field_name is not None
+        return _worded(value, cls.model_fields[info.field_name].annotation)
+
+
+def _worded(value: Any, kind: Any) -> Any:
+    """The value with the truths in it as words, where `kind` takes numbers and no truths."""
+    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    if isinstance(value, bool):
+        numbers = any(one in (int, float) or _number(one) for one in kinds)
+        return str(value).lower() if numbers and not {bool, str, Any} & {*kinds} else value
+    inner = [get_args(one) for one in kinds if get_origin(one) in (list, tuple, dict)]
+    if not inner:
+        return value
+    if isinstance(value, list | tuple):
+        return [_worded(one, inner[0][0]) for one in value]
+    if isinstance(value, dict):
+        return {key: _worded(one, inner[0][-1]) for key, one in value.items()}
+    return value
+
+
+def _number(kind: Any) -> bool:
+    return get_origin(kind) is Annotated and get_args(kind)[0] in (int, float)

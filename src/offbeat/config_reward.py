@@ -153,7 +153,9 @@ class RewardSourceSection(Section):
     cache: bool = Field(
         True, description="keep verdicts of temperature 0 on disk (RUNS_DIR/verdicts.sqlite)"
     )
-    seed: int | None = Field(None, description="of its sampling; default: the run's")
+    seed: int | None = Field(
+        None, ge=0, lt=2**63, description="of its sampling; default: the run's"
+    )
     scale: tuple[float, float] = Field((1.0, 10.0), description="lowest and highest grade")
     max_tokens: Positive = Field(16, description="of a verdict")
     structured: Literal["auto", "on", "off"] = Field(

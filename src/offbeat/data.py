@@ -57,7 +57,7 @@ def read_rows(path: Path) -> list[Row]:
 def jsonl_rows(path: Path) -> Iterator[Row]:
     """The rows of a JSONL file one after another; raises `UserError` that names the bad line."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue

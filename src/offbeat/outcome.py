@@ -25,6 +25,7 @@ def checked(counts: Counts, steps: int, on_no_signal: str, wanted: int | None = 
     if steps == 0 or lost > counts["trained"]:
         raise RunFailed(
             f"{lost} of {counts['admitted']} groups were discarded ({why}); {steps} steps are done"
+            "; mend what discards them, and begin another run"
         )
     if wanted is not None and steps < wanted:
         raise RunFailed(

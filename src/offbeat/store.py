@@ -300,7 +300,7 @@ def lock_file(path: Path, wait_seconds: float = 0.0) -> int:
             if time.monotonic() >= until:
                 owner = os.pread(fd, 20, 0).decode("ascii", "replace") or "unknown"
                 os.close(fd)
-                raise StoreError(f"{path} is written by process {owner}") from None
+                raise StoreError(f"{path}.lock is held by process {owner}") from None
             time.sleep(LOCK_PAUSE_SECONDS)
 
 

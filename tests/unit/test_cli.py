@@ -277,6 +277,17 @@ def test_exit_codes(
     assert ("Traceback" in err) == ("Traceback" in said)
 
 
+@pytest.mark.parametrize("setting", ["runs_dir", "ledger_dir", "weights.folder"])
+def test_check_refuses_folders_that_cannot_be_made(
+    project: Path, tmp_path: Path, setting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("x")
+    assert main(["check", str(project / "run.toml"), f"--{setting}", str(tmp_path / "file")]) == 2
+    err = capsys.readouterr().err
+    assert f"{setting}: " in err
+    assert "is no folder; set it to" in err
+
+
 def test_plot_and_eval_refuse_what_is_not_there(
     project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

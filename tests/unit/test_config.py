@@ -101,7 +101,7 @@ def test_modules_and_external_judges_names_are_no_paths(folder: Path) -> None:
         ('--rollout.stop=["\\n"]', lambda c: c.rollout.stop, ("\n",)),
         ('--rollout.engine_args={"a":1}', lambda c: c.rollout.engine_args, {"a": 1}),
         ("--train.steps none", lambda c: c.train.steps, None),
-        ("--seed -1", lambda c: c.seed, -1),
+        ("--reward.correct.weight -1", lambda c: c.reward["correct"].weight, -1),
         ("--run two", lambda c: c.run, "two"),
         ("--validate.every 5", lambda c: c.validation.every, 5),
         ("--validation.every 5", lambda c: c.validation.every, 5),
@@ -160,6 +160,9 @@ def test_overrides(folder: Path, override: str, get, value: object) -> None:  # 
         ("--reward.judge.template nope", ["reward.judge.template", "nope"]),
         ("--reward.judge.api_key_env NO_SUCH_KEY_HERE", ["NO_SUCH_KEY_HERE", "not set"]),
         ("--run a/b", ["run", "a/b", "letters"]),
+        ("--run ..", ["run", "..", "letters"]),
+        ("--seed -1", ["seed", "-1", "at least 0"]),
+        ("--seed 99999999999999999999", ["seed", "below"]),
         ("--rollout.devices_per_replica 2", ["rollout.devices_per_replica = 2", '"vllm"']),
         ("--reward.judge.devices_per_replica 2", ["reward.judge.devices_per_replica = 2"]),
         ("--reward.my-scorer.devices_per_replica 2", ["reward.my-scorer.devices_per_replica = 2"]),
@@ -188,6 +191,12 @@ def test_refusals_name_the_setting_and_the_mend(
     [
         ("replicas = 2\n[reward.c", "replica = 2\n[reward.c", ["unknown key rollout.replica;"]),
         ("[rollout]", "[rolout]", ["unknown key rolout", "did you mean rollout"]),
+        ('run = "one"', 'run = "one"\nseed = true', ["seed", "an integer"]),
+        ("replicas = 2\n[reward.c", "replicas = true\n[reward.c", ["rollout.replicas", "integer"]),
+        ("replicas = 2\n[reward.c", "temperature = true\n[reward.c", ["rollout.temperature"]),
+        ("weight = 0.5", "weight = true", ["reward.judge.weight", "a number"]),
+        ("weight = 0.5", "scale = [true, 10]", ["reward.judge.scale"]),
+        ("weight = 0.5", "choices = { good = true }", ["reward.judge.choices"]),
         ("[model]", "[model]\nseed = 3", ["model.seed", "seed belongs to the top level"]),
         ("weight = 0.5", "wight = 0.5", ["unknown key reward.judge.wight", "judge.weight?"]),
         ('path = "models/actor"', "", ["model.path is missing"]),
@@ -207,6 +216,14 @@ def test_faults_of_the_file_name_file_and_key(
     assert old in BASE
     said = refusal(folder, text=BASE.replace(old, new, 1))
     assert [word for word in ["run.toml", *words] if word not in said] == [], said
+
+
+def test_truths_where_they_belong(folder: Path) -> None:
+    text = BASE + "[train]\nkeep_batches = true\n[reward.correct.arguments]\na = true\nb = [true]\n"
+    (folder / "run.toml").write_text(text)
+    config = load(folder)
+    assert config.train.keep_batches is True
+    assert config.reward["correct"].arguments == {"a": True, "b": [True]}
 
 
 def test_no_reward_source(folder: Path) -> None:

@@ -267,7 +267,7 @@ def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path: Path) -> 
         assert holder.stdout is not None
         assert holder.stdout.readline() == "holds\n"
         for _ in range(2):
-            with pytest.raises(StoreError, match=f"is written by process {holder.pid}$"):
+            with pytest.raises(StoreError, match=f"lock is held by process {holder.pid}$"):
                 Store(path)
         assert read_rows(path) == []  # whoever only reads is not refused
         holder.send_signal(signal.SIGKILL)

@@ -123,7 +123,10 @@ class SourceWatch:
             since = now if down is None else down
             self._stall(name, since, why)
         if over and down is None and state.budget.commonest in HOPELESS:
-            raise RewardsDown(f"reward.{name}: {why}; that does not pass by waiting: mend it")
+            raise RewardsDown(
+                f"reward.{name}: {why}; that does not pass by waiting: mend its "
+                "function, template or model (other settings take another run)"
+            )
         if now - since >= patience:
             raise RewardsDown(
                 f"reward.{name}: {why}, for {now - since:.0f} s now "
