@@ -12,6 +12,7 @@ from offbeat.records import Completion, Prompt, Reward
 from offbeat.reward.loop import RewardLoop, Scored
 from offbeat.rollout.checker import LATE, Checker, item_of
 from offbeat.rollout.validation_metrics import Answer, summarise
+from offbeat.texts import writable
 
 log = logging.getLogger(__name__)
 SCOPE = "validation"
@@ -147,7 +148,7 @@ class Marking:
         return summarise(
             answers,
             samples=self._samples,
-            sources=[None if source is None else str(source) for source in sources],
+            sources=[None if source is None else writable(str(source)) for source in sources],
             rewards=names,
         )
 
