@@ -27,13 +27,13 @@ from offbeat.data import (
     Split,
     load_prompts,
     load_tokenizer,
-    model_positions,
     plain_prompt,
     planned_steps,
     select_rows,
 )
 from offbeat.disk import check_local
 from offbeat.errors import UserError
+from offbeat.model_files import model_positions
 from offbeat.pick import picked
 from offbeat.records import Prompt, ScoreItem
 from offbeat.reward.anchor_files import read_anchors

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from offbeat.cli_models import check_policy_model
 from offbeat.cluster.plan import device_kind
 from offbeat.config import Config
 from offbeat.data import load_prompts, load_tokenizer
@@ -24,6 +25,7 @@ async def evaluate(
     if spec is None:
         raise UserError('validate.function is not set; set it to the checker, "file.py:name"')
     config = _with_model(config, model)
+    check_policy_model(config.model.path, "model.path" if model is None else "--model")
     prompts = load_prompts(config, load_tokenizer(config), "validation")
 
     import torch

@@ -24,14 +24,19 @@ def check_models(config: Config, *, assumed: bool) -> None:
         if source.has_pool and not _elsewhere(Path(source.model or ""), assumed):
             check_reward_model(name, source)
     if not _elsewhere(config.model.path, assumed):
-        _check_generates(config.model.path, "model.path")
-        check_weights(config.model.path, "model.path")
+        check_policy_model(config.model.path, "model.path")
         if config.validation.on == "train" and config.data.validation is not None:
             _check_answers_by_trainer(config.model.path)
 
 
 def _elsewhere(model: Path, assumed: bool) -> bool:
     return assumed and not model.exists()
+
+
+def check_policy_model(model: Path, key: str) -> None:
+    """Refuses a directory that holds no whole model which writes text."""
+    _check_generates(model, key)
+    check_weights(model, key)
 
 
 def _check_generates(model: Path, key: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offbeat.cli_models import check_policy_model
 from offbeat.cli_resume import config_of, find_run
 from offbeat.config import Config
 from offbeat.errors import OffbeatError, RunFailed, UserError
@@ -37,6 +38,8 @@ def replay(run: Path, first: int | None, out: Path | None, say: Say) -> int:
         raise UserError(f"--out {out} holds the run's own checkpoints; name another folder")
     start, log = _start(directory, first), _log(config, directory)
     _check_kept(log, directory, 0 if start is None else version_of(start))
+    if start is None:
+        check_policy_model(config.model.path, "model.path")
     newest = newest_valid(directory / "checkpoints")
     from offbeat.train.replay import Replay
 

@@ -43,7 +43,13 @@ def stream(path: Path) -> Iterator[Row]:
         return
     number = 0
     for batch in _batches(path):
-        for columns in batch.to_pylist():
+        try:
+            found = batch.to_pylist()
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{path} holds what is not UTF-8 text ({error}); mend its rows"
+            ) from None
+        for columns in found:
             number += 1
             yield Row(number, columns)
 

@@ -19,6 +19,7 @@ from offbeat.errors import UserError
 from offbeat.pick import BadPick, picked
 from offbeat.records import FinishReason, Reward, ScoreItem
 from offbeat.reward.loop import Scored
+from offbeat.texts import writable
 
 LARGEST_GROUP = 1024
 """Rows of one group: more are likelier a mistake than samples of one prompt."""
@@ -224,8 +225,8 @@ def outcome_of(reward: Reward, *, exact: bool) -> dict[str, Any]:
         "value": rounded(reward.value),
         "status": "failed" if failed else reward.status,
         "cause": reward.cause,
-        "reason": _clean(reward.reason),
-        "raw": _clean(reward.raw if exact else _shortened(reward.raw)),
+        "reason": writable(reward.reason),
+        "raw": writable(reward.raw if exact else _shortened(reward.raw)),
         "spread": rounded(reward.spread),
     }
 
@@ -241,8 +242,3 @@ def _shortened(raw: str) -> str:
         return repr(rounded(float(raw)))
     except ValueError:
         return raw
-
-
-def _clean(text: str) -> str:
-    """Text that every file format takes: no half of a surrogate pair."""
-    return text.encode("utf-8", "replace").decode()

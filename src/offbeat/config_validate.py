@@ -37,7 +37,9 @@ class ValidateSection(Section):
     )
     limit: Positive | None = Field(None, description="use only the first held-out prompts")
     deadline_seconds: Seconds = Field(
-        900, description="of one validation; rewards that are not there by then count as failed"
+        900,
+        description="of one validation; rewards that are not there by then count as failed, "
+        "answers that are not checked are unscored",
     )
 
     @model_validator(mode="after")

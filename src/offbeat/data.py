@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from offbeat.config import Config
 from offbeat.errors import UserError
-from offbeat.model_files import read_tokenizer
+from offbeat.model_files import model_positions, read_tokenizer
 from offbeat.pick import BadPick, picked
 from offbeat.records import IntArray, Messages, Prompt
+from offbeat.texts import lone_surrogate
 
 Split = Literal["train", "validation"]
 Tokenizer = Any
@@ -44,9 +45,9 @@ def read_rows(path: Path) -> list[Row]:
     if not path.exists():
         raise UserError(f"{path} does not exist; set [data] to a file or directory that does")
     if path.is_dir():
-        rows = _rows_of(_arrow_tables(path))
+        rows = _rows_of(path, _arrow_tables(path))
     elif path.suffix == ".parquet":
-        rows = _rows_of([_parquet(path)])
+        rows = _rows_of(path, [_parquet(path)])
     else:
         rows = list(jsonl_rows(path))
     if not rows:
@@ -119,9 +120,12 @@ def _arrow_tables(path: Path) -> list[Any]:
     return tables
 
 
-def _rows_of(tables: Sequence[Any]) -> list[Row]:
+def _rows_of(path: Path, tables: Sequence[Any]) -> list[Row]:
     columns = (row for table in tables for row in table.to_pylist())
-    return [Row(number, row) for number, row in enumerate(columns, 1)]
+    try:
+        return [Row(number, row) for number, row in enumerate(columns, 1)]
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} holds what is not UTF-8 text ({error}); mend its rows") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +213,12 @@ def load_prompts(config: Config, tokenizer: Tokenizer, split: Split) -> PromptSe
     """All prompts of a split, tokenised; validation prompts keep the file's order."""
     path, rows = select_rows(config, split)
     texts = [_text(config, tokenizer, path, row) for row in rows]
+    for row, text in zip(rows, texts, strict=True):
+        if (half := lone_surrogate(text)) is not None:
+            raise UserError(
+                f"{path} line {row.line} has {half} alone in its prompt, which is half of a "
+                "character and no text; mend or remove that line"
+            )
     ids = tokenize(tokenizer, texts, [_messages_of(config, row) is not None for row in rows])
     room, of = _room(config)
     kept: list[Row] = []
@@ -244,16 +254,6 @@ def load_prompts(config: Config, tokenizer: Tokenizer, split: Split) -> PromptSe
         shuffle=train and config.data.shuffle,
         skipped=tuple(skipped),
     )
-
-
-def model_positions(path: Path) -> int | None:
-    """Positions that the model in a directory was made for; None if its config.json says none."""
-    try:
-        described = json.loads((path / "config.json").read_text(encoding="utf-8"))
-        positions = described.get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return positions if isinstance(positions, int) and positions > 0 else None
 
 
 def _room(config: Config) -> tuple[int, str]:

@@ -38,6 +38,16 @@ def architectures(model: Path, key: str) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
+def model_positions(path: Path) -> int | None:
+    """Positions that the model in a directory was made for; None if its config.json says none."""
+    try:
+        described = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        positions = described.get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return positions if isinstance(positions, int) and positions > 0 else None
+
+
 def read_tokenizer(path: Path, key: str) -> Any:
     """The tokenizer in a directory; `UserError` naming the setting `key` if there is none.
 

@@ -132,6 +132,25 @@ def test_a_damaged_record_is_named(recorded: Path, offbeat: Offbeat, tmp_path: P
     assert f"step 1, group {ordinal}: a recorded group is damaged" in error
 
 
+def test_a_model_that_was_cut_short_is_the_users_to_mend(
+    recorded: Path, offbeat: Offbeat, tmp_path: Path
+) -> None:
+    run, model = tmp_path / "run", tmp_path / "model"
+    shutil.copytree(recorded, run)
+    config = json.loads((run / "config.json").read_text())
+    shutil.copytree(config["model"]["path"], model)
+    (model / "model.safetensors").write_bytes(b"\xff" * 100)
+    config["model"]["path"] = str(model)
+    (run / "config.json").write_text(json.dumps(config))
+    assert offbeat("replay", run, "--from", 2)[0] == 0, "a checkpoint needs no model"
+    for folder in (run / "checkpoints").iterdir():
+        shutil.rmtree(folder)
+    code, _, error = offbeat("replay", run)
+    assert code == 2
+    assert "model.path: " in error
+    assert "model.safetensors is no safetensors file or was cut short" in error
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

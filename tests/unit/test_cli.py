@@ -300,6 +300,36 @@ def test_plot_and_eval_refuse_what_is_not_there(
     assert "validate.function is not set" in err
 
 
+def test_half_of_a_character_in_a_prompt_is_refused_with_its_line(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, command in (("train", "check"), ("validation", "eval")):
+        path = project / f"{name}.jsonl"
+        whole = path.read_text()
+        path.write_text(whole + '{"prompt": "abc\\ud83d>", "reference": "1"}\n')
+        line = len(whole.splitlines()) + 1
+        assert main([command, str(project / "run.toml")]) == 2
+        err = capsys.readouterr().err
+        assert f"{name}.jsonl line {line} has \\ud83d alone in its prompt" in err
+        assert err.count("\n") == 1
+        path.write_text(whole)
+
+
+@pytest.mark.parametrize(("key", "named"), [("--model", "--model"), ("--model.path", "model.path")])
+def test_eval_of_weights_that_were_cut_short_says_what_check_says(
+    project: Path, tmp_path: Path, key: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = tmp_path / "cut"
+    save_tokenizer(cut)
+    (cut / "config.json").write_text('{"model_type": "llama"}')
+    (cut / "model.safetensors").write_bytes(b"\xff" * 100)
+    assert main(["check", str(project / "run.toml"), "--model.path", str(cut)]) == 2
+    said = capsys.readouterr().err
+    assert "model.safetensors is no safetensors file or was cut short" in said
+    assert main(["eval", str(project / "run.toml"), key, str(cut)]) == 2
+    assert capsys.readouterr().err == said.replace("model.path:", f"{named}:")
+
+
 def test_eval_of_a_model_directory(
     project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,6 +147,13 @@ def test_nothing_raises_into_training() -> None:
     console.say("to a closed stream")
 
 
+def test_half_a_character_costs_no_line() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="utf-8")
+    Console(10, stream).say("half \ud83d")
+    assert raw.getvalue().decode() == "[0:00] half ?\n"
+
+
 def test_durations() -> None:
     texts = [duration(s) for s in (-1, 0, 59.6, 125, 3725)]
     assert texts == ["0:00", "0:00", "1:00", "2:05", "1:02:05"]

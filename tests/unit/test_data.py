@@ -255,6 +255,35 @@ def test_rows_without_a_prompt_name_line_and_columns(
     assert [word for word in words if word not in str(caught.value)] == []
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    ["abc\ud83d>", [{"role": "user", "content": "a"}, {"role": "user", "content": "\ud83d"}]],
+)
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_half_of_a_character_in_a_prompt_names_the_line(
+    tokenizer: Any, tmp_path: Path, prompt: Any, split: Any
+) -> None:
+    write(tmp_path / "train.jsonl", [{"prompt": "a"}, {"prompt": prompt, "other": "\udc00"}])
+    config = settings(tmp_path, {"validation": tmp_path / "train.jsonl"})
+    with pytest.raises(UserError, match=r"train\.jsonl line 2 has \\ud83d alone .* mend or remove"):
+        load_prompts(config, tokenizer, split)
+
+
+def test_a_column_that_nobody_tokenises_may_hold_half_a_character(
+    tokenizer: Any, tmp_path: Path
+) -> None:
+    write(tmp_path / "train.jsonl", [{"prompt": "\U0001f600", "other": "\ud83d"}])
+    prompt = load_prompts(settings(tmp_path), tokenizer, "train").prompt(0)
+    assert prompt.columns == {"other": "\ud83d"}
+
+
+def test_a_table_with_bytes_that_are_no_text_is_refused(tmp_path: Path) -> None:
+    column = pa.array([b"a", b"\xff"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"prompt": column}), tmp_path / "train.parquet")
+    with pytest.raises(UserError, match=r"train\.parquet holds what is not UTF-8 text"):
+        read_rows(tmp_path / "train.parquet")
+
+
 def test_empty_prompts_and_missing_templates_are_refused(tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "model", adds_bos=False, template=None)
     plain = load_tokenizer(settings(tmp_path))

@@ -54,6 +54,18 @@ def test_a_step_becomes_a_file(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
+def test_half_a_character_from_a_judge_or_a_prompt_costs_no_file(tmp_path: Path) -> None:
+    prompt = Prompt(0, np.array([1], np.int32), "p\ud83d", "p")
+    judged = {"judge": Reward.scored("judge", 0.5, raw="8 \ud83d>")}
+    sample = Sample(Completion("r", 0, "\udc00é", 1, 0, 0, "stop", object()), judged, 0.5)
+    writer = SampleWriter(tmp_path)
+    writer.write(Batch(1, (Group(prompt, 0, 1, (sample,)),)))
+    writer.close()
+    assert writer.lost == 0
+    (row,) = pq.read_table(sample_path(tmp_path, 1)).to_pylist()
+    assert (row["prompt"], row["completion"], row["raw_judge"]) == ("p?", "?é", "8 ?>")
+
+
 def test_types_do_not_depend_on_the_values(tmp_path: Path) -> None:
     writer = SampleWriter(tmp_path)
     writer.write(batch(3))

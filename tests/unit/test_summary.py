@@ -182,6 +182,8 @@ def test_the_file_is_whole_json_and_replaces_the_last(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "summary.json").read_text()) == {
         "status": "finished", "error": "é",
     }  # fmt: skip
+    write_summary(tmp_path, {"status": "failed", "error": "half \ud83d"})
+    assert json.loads((tmp_path / "summary.json").read_text())["error"] == "half ?"
     with pytest.raises(OSError, match="nowhere"):
         write_summary(tmp_path / "nowhere", {})
 

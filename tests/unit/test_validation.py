@@ -55,6 +55,12 @@ def odd(prompts, completions, **columns):
             time.sleep(3600)
     return [{"none": None, "nan": float("nan")}.get(c, 1.0) for c in completions]
 
+def slow(prompts, completions, **columns):
+    """Takes a tenth of a second for each completion, and for ever for some."""
+    for c in completions:
+        time.sleep(3600 if c == "hang" else 0.1)
+    return [1.0] * len(completions)
+
 def hopeless(prompts, completions):
     raise ValueError("boom")
 
@@ -395,6 +401,81 @@ def test_a_checker_that_hangs_takes_bounded_time_and_no_neighbour_along(
     with pytest.raises(UserError, match=r"failed on all 64 .* too late"):
         check(functions, "odd", ["hang"] * 64)
     assert sizes == [64, 1, 1, 1, 61, 1, 1, 1]
+
+
+def answers_of(texts: list[str]) -> list[tuple[Prompt, Completion]]:
+    return [
+        (prompt, Completion(f"validation/{i}", 0, text, 1, 0, 0, "stop", None))
+        for i, (prompt, text) in enumerate(zip(prompts(len(texts)), texts, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("text", ["x", "hang"])
+def test_a_checker_that_is_late_leaves_answers_unscored_and_the_validation_in_time(
+    functions: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of(deadline_seconds=2.0)
+
+    async def main() -> tuple[dict[str, float], float]:
+        checker = Checker("f.py:slow", functions)
+        await checker.start()
+        validator = Validator(config, prompts(60), checker=checker, rewards=rewards_of(Rewards()))
+        before = asyncio.all_tasks()
+        try:
+            began = time.monotonic()
+            found = await validator.assess([c for _, c in answers_of([text] * 60)])
+            took = time.monotonic() - began
+            assert asyncio.all_tasks() == before, "nothing goes on behind it"
+            assert checker._worker.pid is None, "what it was in is ended"
+            assert await checker.check(answers_of(["x", "y"])) == [1, 1], "it serves the next one"
+            return found, took
+        finally:
+            await checker.stop()
+
+    metrics, took = asyncio.run(main())
+    assert 2 <= took < 20
+    assert (metrics["unscored"], metrics["n"], metrics["failed/r"]) == (60, 60, 0)
+    assert "60 of 60 completions were not checked" in caplog.text
+
+
+def test_answers_that_are_slow_together_are_checked_alone_until_the_time_is_over(
+    functions: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(checker_module, "CALL_SECONDS", 1.0)
+
+    async def main() -> tuple[list[float | None], int, list[float | None]]:
+        checker = Checker("f.py:slow", functions)
+        await checker.start()
+        until = asyncio.get_running_loop().time() + 6.0
+        try:
+            cut = await checker.check(answers_of(["x"] * 64), until)
+            limit = checker._limit
+            return cut, limit, await checker.check(answers_of(["x"] * 8))
+        finally:
+            await checker.stop()
+
+    cut, limit, whole = asyncio.run(main())
+    assert 0 < cut.count(1.0) < 64, "what has its score keeps it"
+    assert limit < 64, "later calls have fewer"
+    assert whole == [1.0] * 8
+    assert f"{cut.count(None)} of 64 completions were not checked" in caplog.text
+
+
+def test_a_checker_that_is_slow_to_start_is_late_like_any_other(tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text("import time\ntime.sleep(3600)\ndef right(p, c): return [1]\n")
+
+    async def main() -> tuple[list[float | None], float]:
+        checker = Checker("f.py:right", tmp_path)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            return await checker.check(answers_of(["x"]), began + 1.0), loop.time() - began
+        finally:
+            await checker.stop()
+
+    scores, took = asyncio.run(main())
+    assert scores == [None]
+    assert took < 20
 
 
 def test_a_checker_that_fails_on_everything_or_is_none_is_the_users_to_mend(

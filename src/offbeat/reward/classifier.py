@@ -58,13 +58,14 @@ def auto_class(config: Any) -> Any:
 
 def load_model(path: str, setting: str, dtype: torch.dtype) -> Any:
     """The classification model in a directory; `UserError` unless its head is trained."""
+    from safetensors import SafetensorError
     from transformers import AutoConfig
 
     with _loading:
         try:
             kind = auto_class(AutoConfig.from_pretrained(path))
             model, loading = kind.from_pretrained(path, dtype=dtype, output_loading_info=True)
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise _unloadable(path, setting, error) from error
     missing = sorted(loading["missing_keys"])
     if missing:

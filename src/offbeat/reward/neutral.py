@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from offbeat.texts import writable
+
 MARKUP = (
     r"<(?:\|[^\s<>]{1,64}>"
     r"|[^\s<>|]{1,64}\|>"
@@ -75,8 +77,7 @@ class Neutralizer:
 
     def text(self, text: str) -> str:
         """The text without anything that a tokenizer reads as a special token."""
-        if not text.isascii():  # a lone surrogate is no text, and no tokenizer takes it
-            text = text.encode("utf-8", "replace").decode("utf-8")
+        text = writable(text)
         for _ in range(_PASSES):
             places = self._places(text)
             if not places:

@@ -27,6 +27,7 @@ from offbeat.reward.template import (
     encode_chat,
     load_tokenizer,
 )
+from offbeat.texts import writable
 
 SCORE_TEMPLATE = "{{ question }}\n{{ answer }}"
 LARGEST_LENGTH = 10**9
@@ -131,7 +132,7 @@ class RowEncoder:
     def text(self, item: ScoreItem) -> str:
         """The rendered template."""
         shown = replace(item, completion=self._harmless(item.completion))
-        return _encodable(self._template.render(shown))
+        return writable(self._template.render(shown))
 
     def encode(self, item: ScoreItem, text: str) -> list[int]:
         """All ids of a rendered text, in its conversation where there is one."""
@@ -171,20 +172,14 @@ class RowEncoder:
 
 def _conversation(item: ScoreItem) -> Sequence[Mapping[str, str]]:
     """The turns before the answer; the last of the user's shows the question."""
-    question = _encodable(item.prompt.question)
+    question = writable(item.prompt.question)
     turns = [
-        {key: _encodable(value) for key, value in turn.items()}
-        for turn in item.prompt.messages or ()
+        {key: writable(value) for key, value in turn.items()} for turn in item.prompt.messages or ()
     ]
     asked = [turn for turn in turns if turn.get("role") == "user"]
     if asked:
         asked[-1]["content"] = question
     return turns or [{"role": "user", "content": question}]
-
-
-def _encodable(text: str) -> str:
-    """The text with a question mark for each half of a character, which no tokenizer takes."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _special_tokens(tokenizer: Any) -> re.Pattern[str]:

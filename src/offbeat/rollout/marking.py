@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from offbeat.errors import OffbeatError
 from offbeat.records import Completion, Prompt, Reward
 from offbeat.reward.loop import RewardLoop, Scored
-from offbeat.rollout.checker import Checker, item_of
+from offbeat.rollout.checker import LATE, Checker, item_of
 from offbeat.rollout.validation_metrics import Answer, summarise
+from offbeat.texts import writable
 
 log = logging.getLogger(__name__)
 SCOPE = "validation"
 AT_ONCE = 64
-LATE = "validation_deadline"
-"""Cause of a reward that was not there when the validation's time was over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +85,8 @@ class Marking:
         return found.pop() if found else expected
 
     async def metrics(self, until: float) -> dict[str, float]:
-        """Waits for scores and checks, not beyond `until` (the event loop's time) for scores."""
-        scores = await self._check()
+        """Waits for scores and checks, not beyond `until` (the event loop's time)."""
+        scores = await self._check(until)
         scored = await self._scored(until)
         return await asyncio.to_thread(self._summary, scores, scored)
 
@@ -102,8 +101,8 @@ class Marking:
         async with self._scoring.gate:
             return await rewards.score_group(items, scope=SCOPE, attempt=completions[0].version_max)
 
-    async def _check(self) -> list[float | None]:
-        """The checker's scores of all completions, in order."""
+    async def _check(self, until: float) -> list[float | None]:
+        """The checker's scores of all completions, in order; None for those that are late."""
         if self._checker is None:
             return [None] * len(self._all())
         pairs = [
@@ -111,7 +110,7 @@ class Marking:
             for place in sorted(self._answers)
             for completion in self._answers[place]
         ]
-        return await self._checker.check(pairs)
+        return await self._checker.check(pairs, until)
 
     async def _scored(self, until: float) -> Mapping[int, list[Scored]]:
         """By prompt; those that are late are cancelled and absent."""
@@ -149,7 +148,7 @@ class Marking:
         return summarise(
             answers,
             samples=self._samples,
-            sources=[None if source is None else str(source) for source in sources],
+            sources=[None if source is None else writable(str(source)) for source in sources],
             rewards=names,
         )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -232,7 +233,7 @@ def _load(model_path: str, tokenizer_path: str | None, module: Any) -> tuple[Any
                     model_path, dtype=torch.float32, attn_implementation="sdpa"
                 )
             return module, AutoTokenizer.from_pretrained(tokenizer_path or model_path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"{model_path}: no causal LM with a tokenizer could be loaded: {reason}"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TextIO
 
 from offbeat.records import Span
+from offbeat.texts import writable
 from offbeat.track.metrics import TelemetryBoundary
 from offbeat.track.overlap import busy
 
@@ -131,7 +132,7 @@ class Console:
             for line in lines:
                 logger.info("%s", line)
             return
-        self._stream.write("".join(line + "\n" for line in lines))
+        self._stream.write(writable("".join(line + "\n" for line in lines)))
         self._stream.flush()
 
 

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from offbeat.records import Batch, Group, Reward, Sample
+from offbeat.texts import writable
 from offbeat.track.metrics import TelemetryThread
 
 QUEUED_STEPS = 16
@@ -94,7 +95,7 @@ def sample_columns(batch: Batch) -> Columns:
         columns[f"value_{source}"] = [r and r.value for r in rewards]
         columns[f"status_{source}"] = [r and r.status for r in rewards]
         columns[f"cause_{source}"] = [r and r.cause for r in rewards]
-        columns[f"raw_{source}"] = [r and r.raw for r in rewards]
+        columns[f"raw_{source}"] = [r and writable(r.raw) for r in rewards]
         columns[f"spread_{source}"] = [r and r.spread for r in rewards]
     return columns
 
@@ -105,8 +106,8 @@ def _fixed(step: int, group: Group, sample: Sample) -> dict[str, Any]:
         "ordinal": group.prompt.ordinal,
         "attempt": group.attempt,
         "index": completion.index,
-        "prompt": group.prompt.text,
-        "completion": completion.text,
+        "prompt": writable(group.prompt.text),
+        "completion": writable(completion.text),
         "total": sample.total,
         "version_min": completion.version_min,
         "version_max": completion.version_max,

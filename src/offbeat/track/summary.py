@@ -16,6 +16,7 @@ from statistics import median
 from typing import Any
 
 from offbeat.records import Span
+from offbeat.texts import writable
 from offbeat.track.drift import drift_summary
 from offbeat.track.health import WINDOW
 from offbeat.track.metrics import TelemetryBoundary, plain, write_whole
@@ -254,7 +255,7 @@ def _health(stats: RunStats) -> dict[str, Any]:
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
     """Write `<run_dir>/summary.json` by an atomic rename; OSError if that fails."""
     text = json.dumps(plain(summary), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
-    write_whole(run_dir / FILE_NAME, text)
+    write_whole(run_dir / FILE_NAME, writable(text))
 
 
 def _whole(spans: Sequence[Span]) -> tuple[float, float]:

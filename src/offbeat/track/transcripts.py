@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from offbeat.records import Reward, ScoreItem, Transcript
+from offbeat.texts import writable
 from offbeat.track.metrics import TelemetryThread
 
 QUEUED_FILES = 1_000
@@ -138,18 +139,13 @@ def _characters(rows: Sequence[Row]) -> int:
     return sum(len(call.prompt) + len(call.raw) for *_, call in rows)
 
 
-def _text(text: str) -> str:
-    """A lone surrogate, which a server's JSON can hold, is no text that a file can."""
-    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
-
-
 def _table(rows: Sequence[Row]) -> Any:
     columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
     for scope, ordinal, attempt, index, source, call in rows:
         values = (
-            scope, ordinal, attempt, index, source, _text(call.prompt), _text(call.raw),
-            call.value, call.cause, call.prompt_tokens, call.completion_tokens, call.seconds,
-            call.cached, call.other, call.first,
+            scope, ordinal, attempt, index, source, writable(call.prompt),
+            writable(call.raw), call.value, call.cause, call.prompt_tokens,
+            call.completion_tokens, call.seconds, call.cached, call.other, call.first,
         )  # fmt: skip
         for name, value in zip(COLUMNS, values, strict=True):
             columns[name].append(value)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
@@ -40,7 +41,7 @@ class PolicyModel:
             self.module: Any = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise UserError(f"model.path {path} does not load: {error}") from error
         self.module.to(device)
         self.module.eval()
