@@ -12,12 +12,11 @@ from offbeat.config import RewardSourceSection
 from offbeat.records import Batch, Reward, Span
 from offbeat.track.console import Console
 from offbeat.track.drift import DriftWatch
-from offbeat.track.health import Health
 from offbeat.track.metrics import FILE_NAME, MetricsWriter, TelemetryBoundary, read_metrics
 from offbeat.track.samples import SampleWriter
 from offbeat.track.summary import FILE_NAME as SUMMARY
 from offbeat.track.summary import RunStats, build_summary, write_summary
-from offbeat.track.truth import TruthWatch
+from offbeat.track.trust import Trust
 
 
 class StepFacts(Protocol):
@@ -150,8 +149,7 @@ class Recorder:
         self._metrics = MetricsWriter(run_dir)
         self._samples = SampleWriter(run_dir)
         self._drift = DriftWatch()
-        self._health = Health(sources)
-        self._truth = TruthWatch(self._health.deviation)
+        self._trust = Trust(sources)
         self._boundary = TelemetryBoundary("health")
         self._resumed = False
         self._stats = RunStats(bound, self.started)
@@ -164,6 +162,8 @@ class Recorder:
             path = self.run_dir / FILE_NAME
             for record in read_metrics(path) if path.exists() else ():
                 self._stats.feed(record)
+                with self._boundary:
+                    self._trust.recall(record)
 
     def begin(self, step: int, lineage: int) -> None:
         """This start begins with the weights after `step` steps."""
@@ -230,7 +230,7 @@ class Recorder:
             "groups_counts": dict(counts),
             "loop_lag_ms": 1000 * tally.loop_lag_seconds,
             "store_seconds": tally.store_seconds,
-            "health": self._health_of(batch),
+            **self._trust_of(batch),
         }
         self._metrics.write(record)
         self._stats.step(record)
@@ -240,11 +240,10 @@ class Recorder:
             self.say(told)
         self._samples.write(batch)
 
-    def _health_of(self, batch: Batch) -> dict[str, Any] | None:
+    def _trust_of(self, batch: Batch) -> dict[str, Any]:
         with self._boundary:
-            self._truth.step(batch)
-            return self._health.step(batch)
-        return None  # it raised: telemetry is lost, and training goes on
+            return self._trust.step(batch)
+        return {"health": None}  # it raised: telemetry is lost, and training goes on
 
     def tail(
         self, spans: Sequence[Span], reports: Sequence[SyncFacts], tally: TallyFacts | None
@@ -291,7 +290,7 @@ class Recorder:
         self._stats.validation(record)
         self._console.validation(record)
         with self._boundary:
-            for warned in self._truth.validation(version, metrics):
+            for warned in self._trust.validation(version, metrics):
                 self._warn(warned.line, warned.record())
 
     def anchors(self, report: AnchorFacts) -> None:
