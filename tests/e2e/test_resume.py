@@ -65,6 +65,32 @@ def check_samples(run_dir: Path, bound: int) -> None:
     assert by_ordinal == found
 
 
+def test_a_reward_that_changed_between_two_starts_has_drifted(
+    project: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The resumed run looks at its anchors when they are due, and knows the first look."""
+    body = "def f(prompts, completions):\n    return [{} for c in completions]\n"
+    (tmp_path / "f.py").write_text(body.format("len(c) / 8"))
+    anchors = [{"question": "q", "answer": "a" * n, "grade": n / 8} for n in (0, 4, 8)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in anchors))
+    path = project(
+        ("f",), reward__f__kind="function", reward__f__function="f.py:f", train__steps=4,
+        reward__f__anchors="a.jsonl", reward__f__anchors_every=3, train__warmup_steps=0,
+    )  # fmt: skip
+    run_dir = run_dir_of(path)
+    assert main(["train", str(path)]) == 0
+    (tmp_path / "f.py").write_text(body.format("1 - len(c) / 8"))
+    assert main(["resume", str(run_dir), "--train.steps", "8"]) == 0
+    looks = [r for r in read_metrics(run_dir / "metrics.jsonl") if r["type"] == "anchors"]
+    first, second, third = looks
+    assert (first["step"], first["drift"]) == (0, None)
+    assert (second["step"] in (3, 4), second["drift"]) == (True, 0)
+    assert (third["step"] in (6, 7, 8), third["drift"]) == (True, pytest.approx(2 / 3))
+    assert "agreement with the known grades 1.00 -> -1.00" in capsys.readouterr().out
+    (warning,) = summary_of(run_dir)["health"]["warnings"]
+    assert warning["source"] == "f"
+
+
 def test_a_killed_run_goes_on_with_a_new_rate_and_tells_one_story(
     project: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

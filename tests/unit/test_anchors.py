@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,14 +142,20 @@ def look_at(
     section: RewardSourceSection,
     body: Callable[[Anchors, RewardSource], Awaitable[Any]],
     cache: VerdictCache | None = None,
+    meta: dict[str, str] | None = None,
+    step: int = 0,
 ) -> Any:
-    """Runs `body` with the anchors of a judge on its server."""
+    """Runs `body` with the anchors of a judge on its server; `meta` is the ledger's."""
 
     async def judged() -> Any:
         backend = HttpBackend(section, name="judge", pause_seconds=0.02)
         source = GenRM("judge", section, backend, cache)
         await source.start()
-        anchors = Anchors({"judge": source}, {"judge": section}, anchors_of({"judge": section}))
+        kept = {} if meta is None else meta
+        anchors = Anchors(
+            {"judge": source}, {"judge": section}, anchors_of({"judge": section}),
+            step=step, kept=dict(kept), keep=kept.__setitem__,
+        )  # fmt: skip
         try:
             async with asyncio.timeout(60):
                 return await body(anchors, source)
@@ -228,6 +235,54 @@ def test_drift_of_a_server_whose_model_was_changed(tmp_path: Path) -> None:
     assert "1.00 -> -1.00" in third.warning
     assert (fourth.drift, fourth.repeat) == (pytest.approx(third.drift), 0)
     assert fourth.warning is None  # said already
+
+
+def test_drift_across_starts_is_told_from_the_first_look(tmp_path: Path) -> None:
+    """The same looks in one process and in one of its own each: what is told is the same."""
+    path = write(tmp_path / "a.jsonl", rows(1, 4, 7, 10))
+    swaps = {0: False, 10: False, 20: True, 30: True}
+
+    def looks(steps: Sequence[int], meta: dict[str, str]) -> list[AnchorReport]:
+        async def body(anchors: Anchors, _: RewardSource) -> list[AnchorReport]:
+            found = []
+            for step in steps:
+                assert [n for n in range(steps[0], step + 1) if anchors.due(n)] == [step]
+                server.reply = (lambda t: str(11 - int(grade_in(t)))) if swaps[step] else grade_in
+                found += await anchors.look(step)
+            assert anchors.notices() == []
+            return [replace(report, seconds=0) for report in found]
+
+        found: list[AnchorReport] = look_at(section, body, meta=meta, step=steps[0])
+        return found
+
+    with JudgeServer(reply=grade_in) as server:
+        section = judge(path, base_url=server.base_url)
+        whole = looks([*swaps], {})
+        asked = sorted(str(call.body) for call in server.calls)
+        meta: dict[str, str] = {}
+        assert [report for step in swaps for report in looks([step], meta)] == whole
+        assert sorted(str(call.body) for call in server.calls[len(asked) :]) == asked
+    assert [report.warning is not None for report in whole] == [False, False, True, False]
+
+
+def test_other_anchors_begin_anew_and_it_is_said(tmp_path: Path) -> None:
+    meta: dict[str, str] = {}
+    path = write(tmp_path / "a.jsonl", rows(1, 10))
+
+    async def body(anchors: Anchors, _: RewardSource) -> tuple[list[str], AnchorReport]:
+        said = anchors.notices()
+        assert anchors.notices() == []
+        (report,) = await anchors.look(5)
+        return said, report
+
+    with JudgeServer(reply=grade_in) as server:
+        section = judge(path, base_url=server.base_url)
+        assert look_at(section, body, meta=meta)[0] == []
+        write(path, rows(10, 1))
+        said, report = look_at(section, body, meta=meta, step=5)
+    (line,) = said
+    assert line.startswith("the anchors of reward.judge are others than before")
+    assert (report.step, report.drift, report.repeat) == (5, None, None)
 
 
 def test_a_judge_that_draws_judges_each_anchor_twice_with_other_seeds(tmp_path: Path) -> None:
@@ -335,7 +390,13 @@ class Source:
         return [Reward.scored("s", float(item.completion[1:-1])) for item in items]
 
 
-def anchors_on(tmp_path: Path, *sources: Source, every: Sequence[int] = (10,)) -> Anchors:
+def anchors_on(
+    tmp_path: Path,
+    *sources: Source,
+    every: Sequence[int] = (10,),
+    meta: dict[str, str] | None = None,
+    step: int = 0,
+) -> Anchors:
     path = write(tmp_path / "a.jsonl", rows(1, 2, 3))
     config = {
         f"s{i}": RewardSourceSection(
@@ -344,7 +405,10 @@ def anchors_on(tmp_path: Path, *sources: Source, every: Sequence[int] = (10,)) -
         for i, n in enumerate(every)
     }
     named: dict[str, RewardSource] = {f"s{i}": source for i, source in enumerate(sources)}
-    return Anchors(named, config, anchors_of(config))
+    kept = {} if meta is None else meta
+    return Anchors(
+        named, config, anchors_of(config), step=step, kept=dict(kept), keep=kept.__setitem__
+    )
 
 
 def test_looks_are_due_at_the_start_and_every_so_many_steps(tmp_path: Path) -> None:
@@ -385,6 +449,32 @@ def test_it_runs_beside_training_and_one_slow_source_holds_no_other_up(tmp_path:
         await anchors.settle(0.05)  # gives up
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def test_a_start_that_goes_on_looks_when_the_next_look_is_due(tmp_path: Path) -> None:
+    meta: dict[str, str] = {}
+
+    async def start(step: int, *steps: int, every: int = 10) -> list[int]:
+        anchors = anchors_on(tmp_path, Source(), every=(every,), meta=meta, step=step)
+        running = asyncio.create_task(anchors.run())
+        for done in steps:
+            anchors.trained(done)
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(5):
+            await anchors.settle(10)  # at once, where none is due
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return [report.step for report in anchors.drain()]
+
+    async def main() -> None:
+        assert await start(0) == [0]
+        assert await start(0, *range(1, 9)) == []
+        assert await start(5, *range(6, 15)) == [10]
+        assert await start(8, *range(9, 13)) == []  # redone, the tenth too
+        assert await start(20) == [20]  # it was due when the run was killed
+        assert await start(24, every=4) == [24]  # and so by the new `anchors_every`
 
     asyncio.run(main())
 

@@ -174,6 +174,19 @@ def test_numbers_are_of_the_last_steps_and_spreads_are_meant() -> None:
     assert health.deviation("nobody") is None
 
 
+def test_a_step_that_is_done_again_counts_once() -> None:
+    def told(health: Health, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        return [
+            health.step(batch(n, [sample(t, judge=n / 20 + t / 9) for t in range(3)]))
+            for n in numbers
+        ]
+
+    wanted = told(Health({"judge": JUDGE}), range(15))
+    health = Health({"judge": JUDGE})
+    assert told(health, [*range(13), *range(8, 13)]) == wanted[:13] + wanted[8:13]
+    assert told(health, range(15)) == wanted
+
+
 @pytest.mark.parametrize(
     ("changes", "ends"),
     [
@@ -272,12 +285,14 @@ def test_several_answers_of_a_prompt_count_as_one() -> None:
     assert len(warned([look | {"n": 200.0} for look in looks])) == 1
 
 
-def steps_of(truth: TruthWatch, means: Sequence[float], *, groups: int = 16) -> None:
+def steps_of(
+    truth: TruthWatch, means: Sequence[float], *, first: int = 0, groups: int = 16
+) -> None:
     for number, mean in enumerate(means):
         rng = np.random.default_rng(number)
         truth.step(
             batch(
-                number,
+                first + number,
                 *[
                     [
                         sample(3, total=mean + e, judge=mean + e, flat=0.5)
@@ -294,13 +309,25 @@ def test_without_rewards_in_validation_those_of_training_count() -> None:
     said = []
     for i, accuracy in enumerate((0.6, 0.6, 0.3, 0.3)):
         said += truth.validation(10 * i, metrics(accuracy))
-        steps_of(truth, [0.2 + 0.1 * i] * 5)
+        steps_of(truth, [0.2 + 0.1 * i] * 5, first=10 * i)
     assert sorted(w.source for w in said) == ["judge", "total"]
     assert any("the total reward rises" in w.line for w in said)
     flat = watch()
     for i, accuracy in enumerate((0.6, 0.6, 0.3, 0.3)):
         assert flat.validation(10 * i, metrics(accuracy)) == []
-        steps_of(flat, [0.2] * 5)
+        steps_of(flat, [0.2] * 5, first=10 * i)
+
+
+@pytest.mark.parametrize(("groups", "times", "said"), [(2, 1, 0), (2, 9, 0), (18, 1, 2)])
+def test_groups_that_are_trained_again_count_once(groups: int, times: int, said: int) -> None:
+    """A rise within the error of few groups is none, however often these are trained."""
+    truth = watch()
+    found = []
+    for i, accuracy in enumerate((0.6, 0.6, 0.3, 0.3)):
+        found += truth.validation(10 * i, metrics(accuracy))
+        for _ in range(times):
+            steps_of(truth, [0.2 + 0.02 * i] * 4, first=10 * i, groups=groups)
+    assert len(found) == said
 
 
 @pytest.mark.parametrize("accuracy", [0.1, 0.5, 0.93])
@@ -346,12 +373,16 @@ class Facts:
         return values.get(name, 1)
 
 
+def recorder_in(folder: Path) -> Recorder:
+    return Recorder(
+        folder, bound=2, total_steps=10, stream=None, replicas={}, started=0.0,
+        sources={"judge": JUDGE, "scorer": SCORER},
+    )  # fmt: skip
+
+
 @pytest.fixture
 def recorder(tmp_path: Path) -> Recorder:
-    return Recorder(
-        tmp_path, bound=2, total_steps=10, stream=None, replicas={}, started=0.0,
-        sources={"judge": JUDGE},
-    )  # fmt: skip
+    return recorder_in(tmp_path)
 
 
 COUNTS = {"admitted": 2, "trained": 2, "discarded": {}, "live": 0}
@@ -383,6 +414,61 @@ def test_health_reaches_metrics_and_summary(recorder: Recorder) -> None:
     for record in records:
         again.feed(record)
     assert build_summary(again, status="finished", now=1.0)["health"] == health
+
+
+def play(recorder: Recorder, steps: Sequence[int], *, held_out: bool) -> None:
+    """Steps, and before every fifth a validation: from the 20th on truth falls."""
+    for number in steps:
+        if number % 5 == 0:
+            accuracy = 0.5 if number < 20 else 0.1
+            reward = 0.1 * number if held_out else None
+            recorder.validation(number, metrics(accuracy, reward), "rollout")
+        values = [number / 10 + (i + number) % 3 / 20 for i in range(4)]
+        samples = [sample(3 + i, v, judge=v, scorer=-v * i) for i, v in enumerate(values)]
+        step(recorder, batch(number, samples, [sample(2, judge=None, mute=None), *samples[:3]]))
+
+
+def told_in(recorder: Recorder) -> tuple[dict[int, Any], list[Any]]:
+    """Health by step, and what was warned of."""
+    records = list(read_metrics(recorder.run_dir / "metrics.jsonl"))
+    steps = {r["step"]: r["health"] for r in records if r["type"] == "step"}
+    return steps, [r["health"] for r in records if r["type"] == "event" and "health" in r]
+
+
+@pytest.mark.parametrize("held_out", [True, False])
+def test_a_run_that_goes_on_is_told_and_warned_of_the_same(tmp_path: Path, held_out: bool) -> None:
+    """Killed twice: before the fall, and after its warning; both times some steps are redone."""
+    whole = recorder_in(tmp_path / "whole")
+    play(whole, range(30), held_out=held_out)
+    summary = whole.close("finished")
+    steps, warnings = told_in(whole)
+    assert "judge" in {w["source"] for w in warnings}
+    for first, end in ((0, 19), (17, 28), (25, 30)):
+        broken = recorder_in(tmp_path / "broken")
+        broken.recall()
+        play(broken, range(first, end), held_out=held_out)
+        resumed = broken.close("finished")
+    assert told_in(broken) == (steps, warnings)
+    assert resumed["health"] == summary["health"]
+
+
+def test_a_run_goes_on_from_records_that_have_no_evidence(recorder: Recorder) -> None:
+    play(recorder, range(3), held_out=True)
+    recorder.close("finished")
+    path = recorder.run_dir / "metrics.jsonl"
+    records = [{**record, "evidence": None} for record in read_metrics(path)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    again = recorder_in(recorder.run_dir)
+    again.recall()
+    play(again, [3], held_out=True)
+    assert again.close("finished")["health"]["last"]["steps"] == 1
+
+
+def test_the_first_full_window_stays_when_steps_are_redone(recorder: Recorder) -> None:
+    play(recorder, [*range(20), *range(3)], held_out=True)
+    health = recorder.close("finished")["health"]
+    assert (health["first"]["step"], health["first"]["steps"]) == (WINDOW - 1, WINDOW)
+    assert (health["last"]["step"], health["last"]["steps"]) == (19, WINDOW)
 
 
 def test_trouble_with_health_never_reaches_training(

@@ -16,7 +16,7 @@ from offbeat.errors import UserError
 from offbeat.faults import point
 from offbeat.rates import META_KEY, Rate, pack_rates
 from offbeat.records import Completion, GenerateRequest, PolicyVersion, Prompt, ScoreItem
-from offbeat.reward.anchor_files import anchors_of
+from offbeat.reward.anchor_files import Anchor, anchors_of
 from offbeat.reward.anchors import Anchors
 from offbeat.reward.build import build_source
 from offbeat.reward.loop import RewardLoop
@@ -185,7 +185,7 @@ class RolloutSide:
         self._prompts: PromptSet | None = None
         self._held_out: list[Prompt] = []
         self._rewards: RewardLoop | None = None
-        self._anchors: Anchors | None = None
+        self._anchors: Mapping[str, Sequence[Anchor]] = {}
         self._checker: Checker | None = None
         self._store: Store | None = None
         self._opening: asyncio.Task[tuple[Books, Restored | None]] | None = None
@@ -194,12 +194,11 @@ class RolloutSide:
     async def start(self, standing: Standing) -> int:
         """Reads prompts and starts the reward loop; returns how many ordinals there are."""
         transcripts, sections = TranscriptWriter(self.config.run_dir), self.config.active_rewards
-        anchors = await asyncio.to_thread(anchors_of, sections)
+        self._anchors = await asyncio.to_thread(anchors_of, sections)
         prompts, self._held_out = await asyncio.to_thread(self._read)
         self._prompts = prompts
         examples = [ScoreItem(p, p.reference or p.question) for p in prompts.prompts[:EXAMPLES]]
         self._rewards = await make_rewards(self.config, standing, transcripts, examples)
-        self._anchors = Anchors(self._rewards.sources, sections, anchors)
         if self._held_out and self.config.validation.function is not None:
             self._checker = Checker(self.config.validation.function, self.config.base_dir)
             await self._checker.start()
@@ -257,7 +256,7 @@ class RolloutSide:
             total_steps=total_steps,
             replace=replace,
             validator=validator,
-            anchors=self._anchors,
+            anchors=await asyncio.to_thread(self._watch, books, self._rewards, go_on),
             fetch=fetch,
             restored=restored,
         )
@@ -290,6 +289,20 @@ class RolloutSide:
         restored = books.restore(go_on.version, go_on.done)
         point("rollout.restored")
         return books, restored
+
+    def _watch(self, books: Books, rewards: RewardLoop, go_on: GoOn | None) -> Anchors:
+        """The anchors, as the run's ledger knows them."""
+        step = 0
+        if go_on is not None:
+            step = go_on.version if go_on.done is None else go_on.done
+        return Anchors(
+            rewards.sources,
+            self.config.active_rewards,
+            self._anchors,
+            step=step,
+            kept=books.store.meta(),
+            keep=books.store.put_meta,
+        )
 
     async def close(self) -> None:
         """Ends the reward loop and commits the ledger, also when a source does not end."""

@@ -35,7 +35,7 @@ from offbeat.rates import META_KEY, Rate, ended, unpack_rates
 from offbeat.store import StoreError, lock_file, read_meta, read_rows
 from offbeat.track.console import duration
 from offbeat.track.metrics import LineFile, write_whole
-from offbeat.track.recorder import Recorder, recall
+from offbeat.track.recorder import Recorder, recorded
 from offbeat.track.summary import FILE_NAME, RunStats, build_summary, write_summary
 from offbeat.weights.transport import choose_folder
 
@@ -240,7 +240,9 @@ async def _claimed(
         if not (directory / FILE_NAME).exists():
             status, said = _ending(failure)
             stats = RunStats(config.train.max_staleness, started)
-            recall(stats, directory)
+            with stats.boundary:
+                for record in recorded(directory):
+                    stats.feed(record)
             summary = build_summary(stats, status=status, now=time.time(), error=said)
             write_summary(directory, summary)
         raise

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,12 @@ def anchors_of(sources: Mapping[str, RewardSourceSection]) -> dict[str, list[Anc
     """The anchors of all sources that have some."""
     found = {name: read_anchors(name, section) for name, section in sources.items()}
     return {name: anchors for name, anchors in found.items() if anchors}
+
+
+def anchors_mark(anchors: Sequence[Anchor]) -> str:
+    """Tells a source's anchors from others: equal where all rows are."""
+    rows = [(a.prompt.question, a.prompt.columns, a.answer, a.known) for a in anchors]
+    return hashlib.sha256(json.dumps(rows, default=str).encode()).hexdigest()[:32]
 
 
 def _check_texts(row: Row, where: str) -> None:

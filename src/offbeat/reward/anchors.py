@@ -3,17 +3,19 @@
 A look asks the source itself, beside training's calls and with a few of its own at a time, and
 nothing of it enters training's rewards, counts or failure budget. It tells how far the verdicts
 are from the known grades, whether they have drifted since the first look, and how far the same
-answer's verdicts lie apart. A source that draws (temperature above 0) judges each anchor twice a
+answer's verdicts lie apart. What the next look needs to know is kept in the run's ledger. A source
+that draws (temperature above 0) judges each anchor twice a
 look; of any other the two are this look's and the one's before. `anchor_files.py` reads them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -21,7 +23,7 @@ import numpy as np
 
 from offbeat.config import RewardSourceSection
 from offbeat.records import Reward, ScoreItem
-from offbeat.reward.anchor_files import Anchor
+from offbeat.reward.anchor_files import Anchor, anchors_mark
 from offbeat.reward.replicas import LOST
 from offbeat.reward.source import RewardSource
 from offbeat.reward.waiting import UNTRIED
@@ -36,6 +38,9 @@ TRIES = 3
 DRIFTED = 0.25
 """Drift worth a warning, in standard deviations of the anchors' values at the first look."""
 HALF_NORMAL = math.sqrt(2 / math.pi)
+
+META_PREFIX = "anchors/"
+"""Of the ledger's keys, one a source."""
 
 log = logging.getLogger(__name__)
 
@@ -70,9 +75,10 @@ class AnchorReport:
 
 @dataclass(slots=True)
 class _State:
-    """What is kept of one source between its looks."""
+    """What is kept of one source between its looks; `mark` tells its anchors from others."""
 
     anchors: Sequence[Anchor]
+    mark: str
     due: int = 0
     looking: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -84,6 +90,25 @@ class _State:
     first_spearman: float | None = None
     warned: set[str] = field(default_factory=set)
 
+    def packed(self, step: int) -> str:
+        """After a look at `step`, for a start that goes on."""
+        kept = {name: getattr(self, name) for name in ("mark", "draws", "first", "last", "repeat")}
+        agreement, warned = self.first_spearman, sorted(self.warned)
+        return json.dumps(kept | {"step": step, "first_spearman": agreement, "warned": warned})
+
+    def unpack(self, packed: str, every: int) -> bool:
+        """Goes on from there; False, and nothing is changed, if those were other anchors."""
+        kept = json.loads(packed)
+        if kept["mark"] != self.mark:
+            return False
+        self.due = _next(kept["step"], every)
+        self.draws, self.repeat = kept["draws"], kept["repeat"]
+        self.first, self.last = (
+            {int(place): value for place, value in kept[name].items()} for name in ("first", "last")
+        )
+        self.first_spearman, self.warned = kept["first_spearman"], set(kept["warned"])
+        return True
+
 
 class Anchors:
     """All anchors of a run. `run` is a task beside rollout that looks when `trained` makes a look
@@ -94,12 +119,31 @@ class Anchors:
         sources: Mapping[str, RewardSource],
         config: Mapping[str, RewardSourceSection],
         anchors: Mapping[str, Sequence[Anchor]],
+        *,
+        step: int = 0,
+        kept: Mapping[str, str] | None = None,
+        keep: Callable[[str, str], object] = lambda key, value: None,
     ) -> None:
-        """`anchors` by source, as `anchors_of` gives them; the sources are started."""
-        self._sources, self._config = sources, config
-        self._states = {name: _State(found) for name, found in anchors.items() if found}
+        """`anchors` by source, as `anchors_of` gives them; the sources are started.
+
+        `step` steps are done. `keep(key, value)` is called after each look; with what it was given
+        (`kept`, of any keys) the next start goes on.
+        """
+        self._sources, self._config, self._keep = sources, config, keep
+        rows = {name: found for name, found in anchors.items() if found}
+        self._states = {name: _State(found, anchors_mark(found)) for name, found in rows.items()}
         self._reports: list[AnchorReport] = []
-        self._steps = 0
+        self._notices: list[str] = []
+        self._steps = step
+        for name, state in self._states.items():
+            packed = (kept or {}).get(META_PREFIX + name)
+            if packed and not state.unpack(packed, config[name].anchors_every):
+                self._notices.append(
+                    f"the anchors of reward.{name} are others than before: drift is told from the "
+                    "look that comes now"
+                )
+            if step < state.due:
+                state.settled.set()
 
     async def run(self) -> None:
         """Looks for ever: at the start, and whenever a look is due. Never raises."""
@@ -141,6 +185,11 @@ class Anchors:
         reports, self._reports = self._reports, []
         return reports
 
+    def notices(self) -> list[str]:
+        """Lines for the user since the last call."""
+        notices, self._notices = self._notices, []
+        return notices
+
     async def _serve(self, name: str) -> None:
         state = self._states[name]
         while True:
@@ -163,7 +212,7 @@ class Anchors:
     async def _look(self, name: str, step: int) -> AnchorReport:
         """One look at one source, within `LOOK_SECONDS`."""
         state, every = self._states[name], self._config[name].anchors_every
-        state.looking, state.due = True, (step // every + 1) * every
+        state.looking, state.due = True, _next(step, every)
         try:
             report = await self._judge(name, step)
         finally:
@@ -171,6 +220,7 @@ class Anchors:
             if self._steps < state.due:
                 state.settled.set()
         self._reports.append(report)
+        self._keep(META_PREFIX + name, state.packed(step))
         return report
 
     async def _judge(self, name: str, step: int) -> AnchorReport:
@@ -291,6 +341,11 @@ def _warning(report: AnchorReport, state: _State, noise: float) -> str | None:
     new = [line for kind, line in found.items() if kind not in state.warned]
     state.warned = set(found)
     return new[0] if new else None
+
+
+def _next(step: int, every: int) -> int:
+    """When the look after one at `step` is due."""
+    return (step // every + 1) * every
 
 
 def _calls(anchors: Sequence[Anchor], *, together: bool) -> list[list[Anchor]]:

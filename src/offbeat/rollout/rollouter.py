@@ -278,7 +278,7 @@ class Rollouter:
 
     async def notices(self) -> list[str]:
         """Lines for the user about the reward sources, since the last call."""
-        return self.rewards.notices()
+        return self.rewards.notices() + self._anchors.notices()
 
     async def looks(self, wait_seconds: float = 0.0) -> list[AnchorReport]:
         """Looks at anchors since the last call; those that are due are waited for so long."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -13,12 +13,11 @@ from offbeat.config import RewardSourceSection
 from offbeat.records import Batch, Reward, Span
 from offbeat.track.console import Console
 from offbeat.track.drift import DriftWatch
-from offbeat.track.health import Health
 from offbeat.track.metrics import FILE_NAME, MetricsWriter, TelemetryBoundary, read_metrics
 from offbeat.track.samples import SampleWriter
 from offbeat.track.summary import FILE_NAME as SUMMARY
 from offbeat.track.summary import RunStats, build_summary, write_summary
-from offbeat.track.truth import TruthWatch
+from offbeat.track.trust import Trust
 
 
 class StepFacts(Protocol):
@@ -151,8 +150,7 @@ class Recorder:
         self._metrics = MetricsWriter(run_dir)
         self._samples = SampleWriter(run_dir)
         self._drift = DriftWatch()
-        self._health = Health(sources)
-        self._truth = TruthWatch(self._health.deviation)
+        self._trust = Trust(sources)
         self._boundary = TelemetryBoundary("health")
         self._counts_are_whole = True
         self._stats = RunStats(bound, self.started)
@@ -161,7 +159,11 @@ class Recorder:
     def recall(self) -> None:
         """Takes what earlier starts of this run have recorded; reads the disk."""
         self.rewards_begin_anew()
-        recall(self._stats, self.run_dir)
+        with self._stats.boundary:
+            for record in recorded(self.run_dir):
+                self._stats.feed(record)
+                with self._boundary:
+                    self._trust.recall(record)
 
     def rewards_begin_anew(self) -> None:
         """Another rollouter than the run's first one counts what reward sources say."""
@@ -232,7 +234,7 @@ class Recorder:
             "groups_counts": dict(counts),
             "loop_lag_ms": 1000 * tally.loop_lag_seconds,
             "store_seconds": tally.store_seconds,
-            "health": self._health_of(batch),
+            **self._trust_of(batch),
         }
         self._metrics.write(record)
         self._stats.step(record)
@@ -242,11 +244,10 @@ class Recorder:
             self.say(told)
         self._samples.write(batch)
 
-    def _health_of(self, batch: Batch) -> dict[str, Any] | None:
+    def _trust_of(self, batch: Batch) -> dict[str, Any]:
         with self._boundary:
-            self._truth.step(batch)
-            return self._health.step(batch)
-        return None  # it raised: telemetry is lost, and training goes on
+            return self._trust.step(batch)
+        return {"health": None}  # it raised: telemetry is lost, and training goes on
 
     def tail(
         self, spans: Sequence[Span], reports: Sequence[SyncFacts], tally: TallyFacts | None
@@ -293,7 +294,7 @@ class Recorder:
         self._stats.validation(record)
         self._console.validation(record)
         with self._boundary:
-            for warned in self._truth.validation(version, metrics):
+            for warned in self._trust.validation(version, metrics):
                 self._warn(warned.line, warned.record())
 
     def anchors(self, report: AnchorFacts) -> None:
@@ -326,12 +327,11 @@ class Recorder:
         return summary
 
 
-def recall(stats: RunStats, run_dir: Path) -> None:
-    """Feeds `stats` what a run has recorded; reads the disk."""
-    with stats.boundary:
-        path = run_dir / FILE_NAME
-        for record in read_metrics(path) if path.exists() else ():
-            stats.feed(record)
+def recorded(run_dir: Path) -> Iterator[Mapping[str, Any]]:
+    """What a run has recorded so far; reads the disk."""
+    path = run_dir / FILE_NAME
+    if path.exists():
+        yield from read_metrics(path)
 
 
 def _outcome(source: SourceFacts) -> dict[str, Any]:

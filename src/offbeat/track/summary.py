@@ -120,11 +120,10 @@ class RunStats:
                 self._note_health(record["step"], record["health"])
 
     def _note_health(self, step: int, health: Mapping[str, Any]) -> None:
-        """Keeps the first window that is full (until then the newest), and the newest."""
-        first = min(self.health, default=step)
-        full = first in self.health and self.health[first]["steps"] >= WINDOW
-        kept = {first: self.health[first]} if full else {}
-        self.health = kept | {step: health}
+        """Keeps the first window that is full, and the newest; one of a step done again is new."""
+        known = {**self.health, step: health}
+        full = sorted(number for number, of in known.items() if of["steps"] >= WINDOW)
+        self.health = {number: known[number] for number in sorted({*full[:1], max(known)})}
 
     def warning(self, record: Record) -> None:
         """Take an event; one about a source's health has `health`."""

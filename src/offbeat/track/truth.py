@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from offbeat.records import Batch
-from offbeat.track.health import TOTAL, value_of
+from offbeat.track.health import TOTAL, before, value_of
+from offbeat.track.moments import Moments
 from offbeat.track.ranks import spearman
 
 FALL_ERRORS = 4.0
@@ -51,32 +52,10 @@ class Warned:
         return {"version": self.version, "source": self.source, "line": self.line}
 
 
-@dataclass(slots=True)
-class Groups:
-    """Running mean and sum of squares of groups' mean rewards."""
-
-    n: int = 0
-    mean: float = 0.0
-    squares: float = 0.0
-
-    def add(self, value: float) -> None:
-        """Takes one group's mean."""
-        self.n += 1
-        apart = value - self.mean
-        self.mean += apart / self.n
-        self.squares += apart * (value - self.mean)
-
-    def told(self) -> Mean | None:
-        """The mean over groups; None of fewer than two."""
-        if self.n < 2:
-            return None
-        return Mean(self.mean, math.sqrt(max(0.0, self.squares) / (self.n - 1) / self.n))
-
-
 @dataclass(frozen=True, slots=True)
 class Look:
     """One validation: its version, accuracy, `n` checked prompts, the mean rewards of its answers,
-    and those of the groups that were trained between the validation before and this one."""
+    and those of the groups that were trained from the validation before to this one."""
 
     version: int
     accuracy: Mean
@@ -92,11 +71,15 @@ class TruthWatch:
         """`deviation(source)` is that of a source's values, for the error of a mean of them."""
         self._deviation = deviation
         self._looks: deque[Look] = deque(maxlen=LOOK_BACK + 2)
-        self._groups: dict[str, Groups] = {}
+        self._groups: dict[int, dict[str, Moments]] = {}  # of the groups' means, by step
         self._warned: set[str] = set()
 
-    def step(self, batch: Batch) -> None:
-        """Takes the rewards of a step's groups."""
+    def step(self, batch: Batch) -> dict[str, dict[str, float]]:
+        """Takes the rewards of a step's groups; what `recall` needs of them.
+
+        A step that is done again replaces itself, and those after it, which follow.
+        """
+        means: dict[str, Moments] = {}
         for group in batch.groups:
             found: dict[str, list[float]] = {}
             for sample in group.samples:
@@ -105,17 +88,39 @@ class TruthWatch:
                     if value is not None:
                         found.setdefault(name, []).append(value)
             for name, values in found.items():
-                self._groups.setdefault(name, Groups()).add(sum(values) / len(values))
+                means.setdefault(name, Moments()).add(sum(values) / len(values))
+        self._groups = before(self._groups, batch.step) | {batch.step: means}
+        return {name: asdict(of) for name, of in means.items()}
+
+    def recall(self, step: int, groups: Mapping[str, Mapping[str, Any]]) -> None:
+        """Takes what `step` gave in an earlier start."""
+        found = {name: Moments(**of) for name, of in groups.items()}
+        self._groups = before(self._groups, step) | {step: found}
 
     def validation(self, version: int, metrics: Mapping[str, float]) -> list[Warned]:
-        """Takes a validation; what is new to be warned of."""
+        """Takes a validation; what is new to be warned of. One of a version that had one replaces
+        it, and those of later versions, which follow."""
         accuracy, n = metrics.get("accuracy", math.nan), _checked(metrics)
         if not (0 <= accuracy <= 1 and n >= 1):
             return []
-        trained = {name: told for name, of in self._groups.items() if (told := of.told())}
+        while self._looks and self._looks[-1].version >= version:
+            self._looks.pop()
+        since = self._looks[-1].version if self._looks else 0
+        trained = self._trained(since, version)
         self._looks.append(Look(version, _share(accuracy, n), n, rewards_of(metrics), trained))
-        self._groups = {}
         return self._compare()
+
+    def _trained(self, since: int, version: int) -> dict[str, Mean]:
+        """Means of the groups of steps `since` to `version`, of two groups or more."""
+        pooled: dict[str, Moments] = {}
+        for step in range(since, version):
+            for name, of in self._groups.get(step, {}).items():
+                pooled.setdefault(name, Moments()).pool(of)
+        return {
+            name: Mean(of.mean, deviation / math.sqrt(of.n))
+            for name, of in pooled.items()
+            if (deviation := of.deviation) is not None
+        }
 
     def _compare(self) -> list[Warned]:
         looks = list(self._looks)
