@@ -198,6 +198,7 @@ def test_own_cluster_on_which_an_engine_and_a_scorer_are_killed(project: Project
     assert alive == [], "no process is left behind"
 
 
+@pytest.mark.long
 def test_a_dead_trainer_that_may_not_start_again_ends_the_run_with_the_steps_done(
     project: Project,
 ) -> None:
