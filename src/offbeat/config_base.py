@@ -54,8 +54,11 @@ def _worded(value: Any, kind: Any) -> Any:
     """The value with the truths in it as words, where `kind` takes numbers and no truths."""
     kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     if isinstance(value, bool):
-        numbers = any(one in (int, float) or _number(one) for one in kinds)
-        return str(value).lower() if numbers and not {bool, str, Any} & {*kinds} else value
+        return (
+            str(value).lower()
+            if any(map(_number, kinds)) and not {bool, str, Any} & {*kinds}
+            else value
+        )
     inner = [get_args(one) for one in kinds if get_origin(one) in (list, tuple, dict)]
     if not inner:
         return value
@@ -67,4 +70,4 @@ def _worded(value: Any, kind: Any) -> Any:
 
 
 def _number(kind: Any) -> bool:
-    return get_origin(kind) is Annotated and get_args(kind)[0] in (int, float)
+    return (get_args(kind)[0] if get_origin(kind) is Annotated else kind) in (int, float)

@@ -266,6 +266,19 @@ class FakeScorer:
     async def stop(self) -> None: ...
 
 
+class Choosy(FakeScorer):
+    """Refuses a batch that has an odd text."""
+
+    def __init__(self, refusal: Exception) -> None:
+        super().__init__()
+        self.refusal = refusal
+
+    async def logits(self, items: Sequence[ScoreItem]) -> list[Logit]:
+        if any(one.completion == "odd" for one in items):
+            raise self.refusal
+        return await super().logits(items)
+
+
 def scored(fakes: list[FakeScorer], items: list[ScoreItem], **settings: Any) -> list[Reward]:
     async def main() -> list[Reward]:
         source = DisRM("scorer", section("m", **settings), fakes)
@@ -313,13 +326,9 @@ def test_a_broken_scorer_steps_back() -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError("odd token"), RequestRefused("odd token")])
 def test_a_text_that_a_scorer_cannot_take_fails_alone(error: Exception) -> None:
-    class Choosy(FakeScorer):
-        async def logits(self, items: Sequence[ScoreItem]) -> list[Logit]:
-            if any(one.completion == "odd" for one in items):
-                raise error
-            return await super().logits(items)
-
-    found = scored([Choosy()], [item(text) for text in ("a", "bb", "odd", "cccc", "ddddd", "f")])
+    found = scored(
+        [Choosy(error)], [item(text) for text in ("a", "bb", "odd", "cccc", "ddddd", "f")]
+    )
     assert [r.value for r in found] == [1.0, 2.0, None, 4.0, 5.0, 1.0]
     assert found[2].status == "failed"
     assert "odd token" in found[2].reason
@@ -335,15 +344,9 @@ def test_a_scorer_that_fails_at_everything_is_not_asked_for_each() -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError("odd token"), RequestRefused("odd token")])
 def test_texts_that_a_scorer_cannot_take_take_no_other_along(error: Exception) -> None:
-    class Choosy(FakeScorer):
-        async def logits(self, items: Sequence[ScoreItem]) -> list[Logit]:
-            if any(one.completion == "odd" for one in items):
-                raise error
-            return await super().logits(items)
-
     async def main() -> list[float | None]:
         config = section("m", retries=0)
-        source = DisRM("scorer", config, [Choosy()])
+        source = DisRM("scorer", config, [Choosy(error)])
         loop = await RewardLoop.create({"scorer": source}, {"scorer": config})
         try:
             found = await loop.score_group([item(text) for text in [*["odd"] * 5, "a", "bb"]])

@@ -18,8 +18,8 @@ from offbeat.config import Config
 from offbeat.records import Batch, Completion, Group, Prompt, Reward, Sample, Span
 from offbeat.reward.stats import SourceStats
 from offbeat.track.metrics import MetricsWriter
+from offbeat.track.moments import mean
 from offbeat.track.recorder import Recorder, reward_record
-from offbeat.train.step import mean
 
 
 def recorder_of(folder: Path) -> Recorder:
@@ -47,7 +47,7 @@ def test_a_steps_mean_reward_is_the_trainers_to_the_bit(totals: list[float]) -> 
     )
     group = Group(Prompt(0, np.array([1], np.int32), "q", "q"), 0, 9, samples)
     means, _ = reward_record(Batch(0, (group,)))
-    assert means["total"] == means["a"] == mean(np.array(totals))
+    assert means["total"] == means["a"] == mean(totals)
 
 
 @pytest.mark.parametrize("anew", [False, True])

@@ -25,6 +25,7 @@ from trainer_cases import (
 
 from offbeat.errors import RunFailed, UserError
 from offbeat.records import PolicyVersion
+from offbeat.track.recorder import reward_record
 from offbeat.train import checkpoint
 from offbeat.train.batching import Trajectory, plan
 from offbeat.train.trainer import learning_rate
@@ -53,6 +54,15 @@ def start(model):
     yield make
     for trainer in made:
         trainer.close()
+
+
+def test_the_mean_reward_is_the_recorders_to_the_bit(start):
+    """What `offbeat replay` compares."""
+    trainer = start()
+    for step, recorded in enumerate(STEPS):
+        batch, payloads = to_batch(step, recorded)
+        means, _ = reward_record(batch)
+        assert trainer.step(batch, payloads).reward_mean == means["total"]
 
 
 def same(a, b):

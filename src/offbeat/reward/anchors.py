@@ -4,8 +4,8 @@ A look asks the source itself, beside training's calls and with a few of its own
 nothing of it enters training's rewards, counts or failure budget. It tells how far the verdicts
 are from the known grades, whether they have drifted since the first look, and how far the same
 answer's verdicts lie apart. What the next look needs to know is kept in the run's ledger. A source
-that draws (temperature above 0) judges each anchor twice a
-look; of any other the two are this look's and the one's before. `anchor_files.py` reads them.
+that draws (temperature above 0) judges each anchor twice a look; of any other the two are this
+look's and the one's before. `anchor_files.py` reads them.
 """
 
 from __future__ import annotations

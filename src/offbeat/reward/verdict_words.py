@@ -86,7 +86,7 @@ def _said(text: str, words: _Words, truncated: bool) -> set[str] | Unread:
     denied = _denied(text, words.pattern)
     if denied is not None:
         return Unread("unparseable", f"a negated verdict: {denied[:60]}")
-    matches = [match for match in words.pattern.finditer(text) if match.lastindex]
+    matches = list(words.pattern.finditer(text))
     if matches and all(_BESIDE.match(text, match.end()) for match in matches):
         return Unread("unparseable", f"no verdict alone: {matches[0][0][:60]}")
     if truncated and matches and not _begins(text[: matches[0].start()]):

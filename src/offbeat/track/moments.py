@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean, of an exact sum: whoever takes it of the same values has the same bits. NaN of
+    nothing."""
+    return math.fsum(values) / len(values) if values else math.nan
 
 
 @dataclass(slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from offbeat.records import Batch, Reward, Span
 from offbeat.track.console import Console
 from offbeat.track.drift import DriftWatch
 from offbeat.track.metrics import FILE_NAME, MetricsWriter, TelemetryBoundary, read_metrics
+from offbeat.track.moments import mean
 from offbeat.track.samples import SampleWriter
 from offbeat.track.summary import FILE_NAME as SUMMARY
 from offbeat.track.summary import RunStats, build_summary, write_summary
@@ -381,7 +381,7 @@ def reward_record(batch: Batch) -> tuple[dict[str, float | None], dict[str, Any]
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
+    return mean(values) if values else None
 
 
 def _pause(spans: Sequence[Span], report: SyncFacts) -> float:

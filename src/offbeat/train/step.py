@@ -6,7 +6,6 @@ out and shifts no other.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -256,5 +255,5 @@ def compare_newest(
 
 
 def mean(values: NDArray[Any] | Sequence[float]) -> float:
-    """The mean, of an exact sum, as the recorder's; NaN of nothing."""
-    return math.fsum(values) / len(values) if len(values) else float("nan")
+    """The mean; NaN of nothing."""
+    return float(np.mean(values)) if len(values) else float("nan")

@@ -27,6 +27,7 @@ from offbeat.faults import point
 from offbeat.loss import policy_loss
 from offbeat.rates import Rate, rate_of
 from offbeat.records import Batch, Manifest, Payload, PolicyVersion, Span
+from offbeat.track import moments
 from offbeat.train import checkpoint
 from offbeat.train.batching import plan
 from offbeat.train.model import PolicyModel, resolve_device
@@ -156,7 +157,7 @@ class Trainer:
             micro_batches=len(statistics.ratios),
             no_signal=samples.no_signal,
             staleness=samples.staleness,
-            reward_mean=mean(samples.rewards),
+            reward_mean=moments.mean(samples.rewards),
             advantage_mean=mean(samples.sample_advantages),
             advantage_abs_mean=mean([abs(a) for a in samples.sample_advantages]),
             seconds=time.perf_counter() - started,
